@@ -1,0 +1,214 @@
+"""The command `multilinear`: parse, call the library, print."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from tyro.conf import Positional, arg
+
+from multilinear import analysis, models
+from multilinear.errors import MultilinearError
+from multilinear.layers import fold
+
+console = Console()
+
+ModelName = Positional[Annotated[str, arg(metavar="MODEL", help="A model's name, or a .safetensors file.")]]
+Json = Annotated[bool, arg(help="Print JSON for machines.")]
+ImageSize = Annotated[tuple[int, ...] | None, arg(help="Image height and width, or one side.")]
+
+
+def list_models(json: Json = False) -> None:
+    """List the models of this library."""
+    rows = []
+    for name in models.names():
+        with torch.device("meta"):
+            model = models.create(name)
+        assert isinstance(model, models.MONet)
+        config, side = model.config, model.pretrained_cfg["input_size"][-1]
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        rows.append(
+            {"model": name, "parameters": parameters, "widths": config["widths"], "blocks": config["depths"],
+             "image": side, "token": model.embed.stride, "degree": model.degree}
+        )  # fmt: skip
+    if json:
+        return _print_json(rows)
+    table = Table("model", "parameters", "widths", "blocks", "image", "token", "degree", title="multilinear models")
+    for row in rows:
+        table.add_row(
+            str(row["model"]), _millions(row["parameters"]), _list(row["widths"]), _list(row["blocks"]),
+            str(row["image"]), str(row["token"]), analysis.degree_text(row["degree"]),
+        )  # fmt: skip
+    console.print(table)
+    console.print("image and token: sides in pixels. degree: as a polynomial, with --norm batch or affine.")
+    return None
+
+
+def info(
+    model: ModelName,
+    norm: Annotated[str | None, arg(help="layer, batch or affine.")] = None,
+    image_size: ImageSize = None,
+    depth: Annotated[int, arg(help="How many levels of modules to show.")] = 2,
+    json: Json = False,
+) -> None:
+    """Show what a model costs: parameters, multiply-accumulates and products, by module."""
+    net = _model(model, norm)
+    found = analysis.cost(net, _input_size(net, image_size))
+    if json:
+        return _print_json({"model": model, **found.as_dict()})
+    table = Table("module", "parameters", "MACs", "products", title=f"{model}: one image")
+    for name, part in found.by_module.items():
+        if name.count(".") < depth and (part.parameters or part.macs):
+            table.add_row(name or "everything", f"{part.parameters:,}", f"{part.macs:,}", f"{part.products:,}")
+    console.print(table)
+    if found.paper is not None:
+        console.print(
+            f"the paper's closed formulas: {_millions(found.paper.parameters)} parameters, "
+            f"{found.paper.flops / 1e9:.3f} G multiplications (norms left out)"
+        )
+    return None
+
+
+def audit(
+    model: ModelName,
+    norm: Annotated[str | None, arg(help="layer, batch or affine.")] = None,
+    folded: Annotated[bool, arg(name="fold", help="Fold the model first.")] = False,
+    image_size: ImageSize = None,
+    json: Json = False,
+) -> None:
+    """Say whether a model is a polynomial at inference, of which degree, and if not, what stands in the way."""
+    net = _model(model, norm)
+    if folded:
+        net = fold(net)
+    found = analysis.audit(net, _input_size(net, image_size))
+    if json:
+        return _print_json({"model": model, **found.as_dict()})
+    console.print(f"[bold]{model}[/bold] is {found}")
+    if found.obstacles:
+        table = Table("operation", "module", "type", "times", title="not polynomial")
+        for obstacle in found.obstacles:
+            table.add_row(obstacle.operation, obstacle.module, obstacle.module_type, str(obstacle.times))
+        console.print(table)
+    return None
+
+
+def predict(
+    images: Positional[tuple[Path, ...]],
+    weights: Path,
+    top: Annotated[int, arg(help="How many classes to show.")] = 3,
+    json: Json = False,
+) -> None:
+    """Classify image files with saved weights. A file that cannot be read is named and the others go on."""
+    from multilinear.evaluate import Predictor
+
+    if not images:
+        raise MultilinearError("give one or more image files")
+    predictor = Predictor(weights)
+    found, broken = [], []
+    for path in images:
+        try:
+            found.append(predictor(path, top))
+        except MultilinearError as error:
+            broken.append(str(error))
+    if json:
+        _print_json({"predictions": [vars(prediction) for prediction in found], "errors": broken})
+    else:
+        table = Table("image", *(f"{i + 1}." for i in range(min(top, predictor.classes))))
+        for prediction in found:
+            pairs = zip(prediction.labels, prediction.probabilities, strict=True)
+            table.add_row(prediction.image, *(f"{label} {share:.1%}" for label, share in pairs))
+        if found:
+            console.print(table)
+        for line in broken:
+            _print_error(line)
+    if broken:
+        sys.exit(1)
+
+
+def export(
+    model: ModelName,
+    out: Positional[Annotated[Path, arg(metavar="OUT.onnx")]],
+    norm: Annotated[str | None, arg(help="layer, batch or affine.")] = None,
+    folded: Annotated[bool, arg(name="fold", help="Fold the model first.")] = False,
+) -> None:
+    """Write a model as ONNX with free batch and image size."""
+    from multilinear.export import export_onnx
+
+    if out.suffix != ".onnx":
+        raise MultilinearError(f"the output must end in .onnx, got {out}")
+    net = _model(model, norm)
+    path = export_onnx(fold(net) if folded else net, out)
+    console.print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+def demo(
+    out: Annotated[Path, arg(help="Folder for the report, the weights and sample images.")] = Path("demo"),
+    epochs: Annotated[int, arg(help="Passes over the training set.")] = 60,
+    seed: int = 0,
+) -> None:
+    """Train a small polynomial network on real handwritten digits and show what it is."""
+    from multilinear.demo import run_demo
+
+    run_demo(out, epochs=epochs, seed=seed, console=console)
+
+
+DESCRIPTION = "Train, read and encrypt networks of additions and multiplications."
+COMMANDS: dict[str, Callable[..., None]] = {
+    "models": list_models,
+    "info": info,
+    "audit": audit,
+    "predict": predict,
+    "export": export,
+    "demo": demo,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; bad input ends with one line on standard error and exit status 2."""
+    try:
+        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="multilinear", description=DESCRIPTION, args=arguments)
+    except MultilinearError as error:
+        _print_error(str(error))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        _print_error("stopped")
+        sys.exit(130)
+
+
+def _model(name: str, norm: str | None) -> nn.Module:
+    if name.endswith(".safetensors"):
+        if norm is not None:
+            raise MultilinearError("--norm is fixed by the weights; leave it out")
+        return models.load(Path(name))
+    return models.create(name, **({} if norm is None else {"norm": norm}))
+
+
+def _input_size(net: nn.Module, sides: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    if sides is None:
+        return None
+    if len(sides) not in (1, 2) or min(sides) < 1:
+        raise MultilinearError(f"--image-size takes one side or height and width, got {sides}")
+    channels = analysis.input_shape(net, sides[0])[0]
+    return channels, sides[0], sides[-1]
+
+
+def _print_json(data: Any) -> None:
+    sys.stdout.write(json.dumps(data, indent=2) + "\n")
+
+
+def _print_error(text: str) -> None:
+    Console(stderr=True).print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
+
+
+def _millions(count: float) -> str:
+    return f"{count / 1e6:.3f} M"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,32 @@
+"""The vocabulary: everything here is additions and multiplications, except where a norm says otherwise."""
+
+from multilinear.layers.embed import FUSIONS, PatchEmbed, PyramidPatchEmbed, check_image_size
+from multilinear.layers.fold import fold, is_folded
+from multilinear.layers.init import DEFAULT_INIT, INITIALISERS, init_weights
+from multilinear.layers.mu import FoldedMuLayer, MuLayer, PolyBlock
+from multilinear.layers.norm import NORMS, Affine, BatchNorm, affine_of, collect_statistics, make_norm
+from multilinear.layers.shift import BORDERS, SpatialShift, spatial_shift
+
+__all__ = [
+    "BORDERS",
+    "DEFAULT_INIT",
+    "FUSIONS",
+    "INITIALISERS",
+    "NORMS",
+    "Affine",
+    "BatchNorm",
+    "FoldedMuLayer",
+    "MuLayer",
+    "PatchEmbed",
+    "PolyBlock",
+    "PyramidPatchEmbed",
+    "SpatialShift",
+    "affine_of",
+    "check_image_size",
+    "collect_statistics",
+    "fold",
+    "init_weights",
+    "is_folded",
+    "make_norm",
+    "spatial_shift",
+]

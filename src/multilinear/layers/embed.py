@@ -1,0 +1,92 @@
+"""From an image (B, C, H, W) to tokens (B, H', W', C'): one patch size, or a pyramid of them."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from multilinear.errors import MultilinearError, check_choice
+from multilinear.layers.init import DEFAULT_INIT, init_weights
+
+FUSIONS = ("add", "concat")
+
+
+def check_image_size(height: int, width: int, stride: int) -> None:
+    """Raise, with the nearest sizes that fit, unless `stride` divides both sides.
+
+    >>> check_image_size(28, 56, 14)
+    """
+    if height % stride or width % stride:
+        fitting = [sorted({max(side // stride, 1) * stride, -(-side // stride) * stride}) for side in (height, width)]
+        near = " or ".join(str(side) for side in fitting[0])
+        if height != width:
+            near = f"height {near}, width " + " or ".join(str(side) for side in fitting[1])
+        raise MultilinearError(
+            f"image size {height}x{width} is not divisible by the patching's {stride}; nearest that fit: {near}"
+        )
+
+
+class PatchEmbed(nn.Module):
+    """Non-overlapping patches, each mapped linearly to a token.
+
+    >>> PatchEmbed(4, 3, 16)(torch.randn(2, 3, 8, 12)).shape
+    torch.Size([2, 2, 3, 16])
+    """
+
+    def __init__(self, patch: int, in_chans: int, dim: int, *, init: str = DEFAULT_INIT) -> None:
+        super().__init__()
+        self.stride = patch
+        self.proj = nn.Conv2d(in_chans, dim, patch, stride=patch)
+        init_weights(self, init)
+
+    def forward(self, image: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            check_image_size(image.shape[-2], image.shape[-1], self.stride)
+        tokens: Tensor = self.proj(image)
+        return tokens.permute(0, 2, 3, 1)
+
+
+class PyramidPatchEmbed(nn.Module):
+    """The paper's pyramid: embed fine patches, reduce, and fuse with the embedding of coarser patches.
+
+    `patches` lists the levels, in any order; each size must divide the next larger one. One level `p` means patches of
+    p reduced by a 2x2 convolution of stride 2 (tokens of 2p pixels). With more levels the finer tokens are reduced to
+    the grid of the next coarser level and fused with it, up to the coarsest, which gives the token size.
+
+    Args:
+        fuse: `"add"` as in the paper, or `"concat"`: concatenation and a 1x1 convolution, its U-Net variant.
+
+    >>> PyramidPatchEmbed([14, 7], 3, 16)(torch.randn(1, 3, 28, 28)).shape
+    torch.Size([1, 2, 2, 16])
+    """
+
+    def __init__(
+        self, patches: Sequence[int], in_chans: int, dim: int, *, fuse: str = "add", init: str = DEFAULT_INIT
+    ) -> None:
+        super().__init__()
+        sizes = sorted(patches)
+        if not sizes or sizes[0] < 1:
+            raise MultilinearError(f"patches must be one or more positive sizes, got {list(patches)}")
+        for fine, coarse in pairwise(sizes):
+            if coarse % fine or coarse == fine:
+                raise MultilinearError(f"pyramid levels must divide each other: {fine} does not divide {coarse}")
+        check_choice("fusion", fuse, FUSIONS)
+        self.levels = nn.ModuleList(nn.Conv2d(in_chans, dim, size, stride=size) for size in sizes)
+        ratios = [coarse // fine for fine, coarse in pairwise(sizes)] or [2]
+        self.reduce = nn.ModuleList(nn.Conv2d(dim, dim, ratio, stride=ratio) for ratio in ratios)
+        self.mix = nn.ModuleList(nn.Conv2d(2 * dim, dim, 1) for _ in sizes[1:]) if fuse == "concat" else None
+        self.stride = max(sizes[-1], 2 * sizes[0])
+        init_weights(self, init)
+
+    def forward(self, image: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            check_image_size(image.shape[-2], image.shape[-1], self.stride)
+        x = self.levels[0](image)
+        for i, reduce in enumerate(self.reduce):
+            x = reduce(x)
+            if i + 1 < len(self.levels):
+                coarse = self.levels[i + 1](image)
+                x = x + coarse if self.mix is None else self.mix[i](torch.cat([x, coarse], dim=1))
+        tokens: Tensor = x
+        return tokens.permute(0, 2, 3, 1)

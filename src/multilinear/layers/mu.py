@@ -1,0 +1,135 @@
+"""The Mu-Layer and the Poly-Block of *Multilinear Operator Networks* (ICLR 2024), equation 1 and figure 2."""
+
+import torch
+from timm.layers import DropPath
+from torch import Tensor, nn
+
+from multilinear.layers.init import DEFAULT_INIT, init_weights
+from multilinear.layers.norm import Affine, BatchNorm, make_norm
+from multilinear.layers.shift import SpatialShift
+
+
+class MuLayer(nn.Module):
+    """`Y = C[(AX) ∘ (BDX) + AX]` over the last dimension: a drop-in replacement for an MLP without an activation.
+
+    Args:
+        in_features: length of the input vectors (..., in_features).
+        hidden_features: the rank m; `in_features` if not given.
+        out_features: length of the output vectors; `in_features` if not given.
+        shrinkage: D maps to m // shrinkage, so that the second branch is of low rank.
+        norm: put on both branches; `"none"` is the bare equation.
+        shift: the border of a spatial shift on both branches (`"keep"` or `"zero"`), or None for no shift.
+        bias: whether the four matrices have biases.
+        init: one of `multilinear.layers.INITIALISERS`.
+
+    >>> MuLayer(8, out_features=3)(torch.randn(2, 5, 8)).shape
+    torch.Size([2, 5, 3])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        *,
+        shrinkage: int = 4,
+        norm: str = "none",
+        shift: str | None = None,
+        bias: bool = True,
+        init: str = DEFAULT_INIT,
+    ) -> None:
+        super().__init__()
+        hidden = hidden_features or in_features
+        low_rank = max(1, hidden // shrinkage)
+        self.in_features = in_features
+        self.out_features = out_features or in_features
+        self.A = nn.Linear(in_features, hidden, bias=bias)
+        self.D = nn.Linear(in_features, low_rank, bias=bias)
+        self.B = nn.Linear(low_rank, hidden, bias=bias)
+        self.C = nn.Linear(hidden, self.out_features, bias=bias)
+        self.shift = nn.Identity() if shift is None else SpatialShift(shift)
+        self.norm_a = make_norm(norm, hidden)
+        self.norm_b = make_norm(norm, hidden)
+        self.alpha = nn.Parameter(torch.ones(()))
+        init_weights(self, init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.norm_a(self.shift(self.A(x)))
+        second = self.norm_b(self.B(self.shift(self.D(x))))
+        y: Tensor = self.C(first + self.alpha * first * second)
+        return y
+
+
+class FoldedMuLayer(nn.Module):
+    """What `fold` makes of a Mu-Layer: `Y = C[(shift(AX) + a) ∘ (B shift(DX))]`, one product and no sum.
+
+    `alpha`, the norms and the added `AX` have gone into the weights, since `AX ∘ BDX + AX = AX ∘ (BDX + 1)`. D is
+    None where B and D were merged. `a` is None unless the shift has a zero border, past which a constant cannot move.
+    """
+
+    def __init__(
+        self, A: nn.Linear, D: nn.Linear | None, B: nn.Linear, C: nn.Linear, shift: nn.Module, a: Tensor | None
+    ) -> None:
+        super().__init__()
+        self.in_features = A.in_features
+        self.out_features = C.out_features
+        self.A, self.D, self.B, self.C, self.shift = A, D, B, C, shift
+        self.a = None if a is None else nn.Parameter(a)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.shift(self.A(x))
+        if self.a is not None:
+            first = first + self.a
+        second = self.B(x) if self.D is None else self.B(self.shift(self.D(x)))
+        y: Tensor = self.C(first * second)
+        return y
+
+
+class PolyBlock(nn.Module):
+    """Two Mu-Layers with shortcuts on (..., H, W, C): `x += mu1(norm(x)); x += mu2(norm(x))`, where mu1 shifts.
+
+    A LayerNorm is shared by both places, as published. The other norms are not: a BatchNorm keeps statistics, and the
+    two places have different ones.
+
+    Args:
+        dim: channels C.
+        expansion: the second Mu-Layer's hidden width is `expansion * dim`.
+        branch_scale: what `batch` and `affine` norms on the product's second factor start from, and an `affine` norm
+            ahead of a branch too: those keep no range by themselves.
+
+    >>> PolyBlock(8)(torch.randn(1, 4, 4, 8)).shape
+    torch.Size([1, 4, 4, 8])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        expansion: int = 3,
+        shrinkage: int = 4,
+        norm: str = "layer",
+        shift: str | None = "keep",
+        drop_path: float = 0.0,
+        branch_scale: float = 1.0,
+        init: str = DEFAULT_INIT,
+    ) -> None:
+        super().__init__()
+        self.in_features = self.out_features = dim
+        self.norm1 = make_norm(norm, dim)
+        self.norm2 = None if norm == "layer" else make_norm(norm, dim)
+        self.mu1 = MuLayer(dim, dim, shrinkage=shrinkage, norm=norm, shift=shift, init=init)
+        self.mu2 = MuLayer(dim, expansion * dim, shrinkage=shrinkage, norm=norm, init=init)
+        self.drop_path = DropPath(drop_path)
+        # Nothing bounds a polynomial of high degree off the data that its norms have seen: start close to linear.
+        for place in (self.norm1, self.norm2):
+            if isinstance(place, Affine):
+                nn.init.constant_(place.weight, branch_scale)
+        for product in (self.mu1.norm_b, self.mu2.norm_b):
+            if isinstance(product, Affine | BatchNorm):
+                nn.init.constant_(product.scale, branch_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        norm2 = self.norm1 if self.norm2 is None else self.norm2
+        x = x + self.drop_path(self.mu1(self.norm1(x)))
+        x = x + self.drop_path(self.mu2(norm2(x)))
+        return x
