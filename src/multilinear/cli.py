@@ -8,9 +8,11 @@ from typing import Annotated, Any
 
 import torch
 import tyro
+from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from tyro.conf import Positional, arg
 
 from multilinear import analysis, models
@@ -26,27 +28,32 @@ ImageSize = Annotated[tuple[int, ...] | None, arg(help="Image height and width, 
 
 def list_models(json: Json = False) -> None:
     """List the models of this library."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in models.names():
-        with torch.device("meta"):
-            model = models.create(name)
-        assert isinstance(model, models.MONet)
-        config, side = model.config, model.pretrained_cfg["input_size"][-1]
-        parameters = sum(parameter.numel() for parameter in model.parameters())
+        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+            model = models.create(name).eval()
+            assert isinstance(model, models.MONet)
+            config, shape = model.config, model.pretrained_cfg["input_size"]
+            model(torch.zeros(1, *shape))
         rows.append(
-            {"model": name, "parameters": parameters, "widths": config["widths"], "blocks": config["depths"],
-             "image": side, "token": model.embed.stride, "degree": model.degree}
-        )  # fmt: skip
+            {
+                "model": name,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "macs": counter.get_total_flops() // 2,
+                "widths": config["widths"],
+                "blocks": config["depths"],
+                "image": shape[-1],
+                "degree": model.degree,
+            }
+        )
     if json:
         return _print_json(rows)
-    table = Table("model", "parameters", "widths", "blocks", "image", "token", "degree", title="multilinear models")
+    table = Table("model", "params, M", "MACs, G", "widths", "blocks", "image", "degree", box=box.SIMPLE_HEAD)
     for row in rows:
-        table.add_row(
-            str(row["model"]), _millions(row["parameters"]), _list(row["widths"]), _list(row["blocks"]),
-            str(row["image"]), str(row["token"]), analysis.degree_text(row["degree"]),
-        )  # fmt: skip
-    console.print(table)
-    console.print("image and token: sides in pixels. degree: as a polynomial, with --norm batch or affine.")
+        sizes = f"{row['parameters'] / 1e6:.3f}", f"{row['macs'] / 1e9:.3f}"
+        shape = _list(row["widths"]), _list(row["blocks"]), str(row["image"])
+        table.add_row(row["model"], *sizes, *shape, analysis.degree_text(row["degree"]))
+    console.print("image: side in pixels, any that fits works. degree: as a polynomial, with norm batch or affine.")
     return None
 
 
@@ -119,7 +126,7 @@ def predict(
     if json:
         _print_json({"predictions": [vars(prediction) for prediction in found], "errors": broken})
     else:
-        table = Table("image", *(f"{i + 1}." for i in range(min(top, predictor.classes))))
+        table = Table(Column("image", overflow="fold"), *(f"{i + 1}." for i in range(min(top, predictor.classes))))
         for prediction in found:
             pairs = zip(prediction.labels, prediction.probabilities, strict=True)
             table.add_row(prediction.image, *(f"{label} {share:.1%}" for label, share in pairs))
@@ -211,4 +218,4 @@ def _millions(count: float) -> str:
 
 
 def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+    return ",".join(map(str, numbers))

@@ -50,7 +50,7 @@ def audit(model: nn.Module, input_size: int | tuple[int, ...] | None = None) -> 
 
     >>> from multilinear.layers import MuLayer
     >>> print(audit(MuLayer(4), (4,)))
-    a polynomial of degree 2, multiplicative depth 1 (7 linear, 1 product, 0 other)
+    a polynomial of degree 2, multiplicative depth 1 (6 linear, 1 product, 0 other)
     """
     traced = trace(model, input_shape(model, input_size))
     kinds = Counter(operation.kind for operation in traced.operations)

@@ -41,7 +41,7 @@ class PatchEmbed(nn.Module):
         init_weights(self, init)
 
     def forward(self, image: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             check_image_size(image.shape[-2], image.shape[-1], self.stride)
         tokens: Tensor = self.proj(image)
         return tokens.permute(0, 2, 3, 1)
@@ -80,7 +80,7 @@ class PyramidPatchEmbed(nn.Module):
         init_weights(self, init)
 
     def forward(self, image: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_dynamo_compiling():
             check_image_size(image.shape[-2], image.shape[-1], self.stride)
         x = self.levels[0](image)
         for i, reduce in enumerate(self.reduce):

@@ -76,8 +76,8 @@ NORMS: dict[str, Callable[[int], nn.Module]] = {
 def make_norm(name: str, dim: int) -> nn.Module:
     """Build the norm called `name` for vectors of length `dim`.
 
-    >>> make_norm("layer", 8)
-    LayerNorm((8,), eps=1e-06, elementwise_affine=True)
+    >>> make_norm("affine", 8)
+    Affine(8)
     """
     return NORMS[check_choice("norm", name, NORMS)](dim)
 
