@@ -30,11 +30,13 @@ def list_models(json: Json = False) -> None:
     """List the models of this library."""
     rows: list[dict[str, Any]] = []
     for name in models.names():
-        with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        with torch.device("meta"):
             model = models.create(name).eval()
             assert isinstance(model, models.MONet)
             config, shape = model.config, model.pretrained_cfg["input_size"]
-            model(torch.zeros(1, *shape))
+            image = torch.zeros(1, *shape)
+        with FlopCounterMode(display=False) as counter:
+            model(image)
         rows.append(
             {
                 "model": name,
@@ -48,11 +50,14 @@ def list_models(json: Json = False) -> None:
         )
     if json:
         return _print_json(rows)
-    table = Table("model", "params, M", "MACs, G", "widths", "blocks", "image", "degree", box=box.SIMPLE_HEAD)
+    table = Table(
+        "model", "M params", "G MACs", "widths", "blocks", "image", "degree", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     for row in rows:
         sizes = f"{row['parameters'] / 1e6:.3f}", f"{row['macs'] / 1e9:.3f}"
         shape = _list(row["widths"]), _list(row["blocks"]), str(row["image"])
         table.add_row(row["model"], *sizes, *shape, analysis.degree_text(row["degree"]))
+    console.print(table)
     console.print("image: side in pixels, any that fits works. degree: as a polynomial, with norm batch or affine.")
     return None
 
