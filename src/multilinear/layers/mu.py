@@ -1,12 +1,37 @@
 """The Mu-Layer and the Poly-Block of *Multilinear Operator Networks* (ICLR 2024), equation 1 and figure 2."""
 
 import torch
-from timm.layers import DropPath
 from torch import Tensor, nn
 
 from multilinear.layers.init import DEFAULT_INIT, init_weights
 from multilinear.layers.norm import Affine, BatchNorm, make_norm
 from multilinear.layers.shift import SpatialShift
+
+
+class StochasticDepth(nn.Module):
+    """Leave a whole branch out of random examples in training, and scale up the others.
+
+    The rate is a tensor, so that compiled blocks of different rates are one and the same code.
+
+    >>> StochasticDepth(0.5).eval()(torch.ones(2, 1, 1, 3)).sum().item()
+    6.0
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.drop_prob = rate
+        self.register_buffer("keep", torch.tensor(1.0 - rate), persistent=False)
+        self.keep: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        kept = torch.rand(shape, device=x.device) < self.keep
+        return x * (kept / self.keep).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return str(self.drop_prob)
 
 
 class MuLayer(nn.Module):
@@ -94,6 +119,7 @@ class PolyBlock(nn.Module):
     Args:
         dim: channels C.
         expansion: the second Mu-Layer's hidden width is `expansion * dim`.
+        drop_path: rate of stochastic depth on both branches; None for none.
         branch_scale: what `batch` and `affine` norms on the product's second factor start from, and an `affine` norm
             ahead of a branch too: those keep no range by themselves.
 
@@ -109,7 +135,7 @@ class PolyBlock(nn.Module):
         shrinkage: int = 4,
         norm: str = "layer",
         shift: str | None = "keep",
-        drop_path: float = 0.0,
+        drop_path: float | None = None,
         branch_scale: float = 1.0,
         init: str = DEFAULT_INIT,
     ) -> None:
@@ -119,7 +145,7 @@ class PolyBlock(nn.Module):
         self.norm2 = None if norm == "layer" else make_norm(norm, dim)
         self.mu1 = MuLayer(dim, dim, shrinkage=shrinkage, norm=norm, shift=shift, init=init)
         self.mu2 = MuLayer(dim, expansion * dim, shrinkage=shrinkage, norm=norm, init=init)
-        self.drop_path = DropPath(drop_path)
+        self.drop_path = nn.Identity() if drop_path is None else StochasticDepth(drop_path)
         # Nothing bounds a polynomial of high degree off the data that its norms have seen: start close to linear.
         for place in (self.norm1, self.norm2):
             if isinstance(place, Affine):

@@ -36,13 +36,13 @@ class Stage(nn.Module):
 
     grad_checkpointing = False
 
-    def __init__(self, in_dim: int | None, dim: int, drop_paths: Sequence[float], **block: Any) -> None:
+    def __init__(self, in_dim: int | None, dim: int, drop_paths: Sequence[float | None], **block: Any) -> None:
         super().__init__()
         self.downsample = nn.Identity() if in_dim is None else Downsample(in_dim, dim)
         self.blocks = nn.Sequential(*(PolyBlock(dim, drop_path=rate, **block) for rate in drop_paths))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.downsample(x)
+        x = self.downsample(x).contiguous()  # the same memory layout ahead of every block: compiled once
         if self.grad_checkpointing and self.training:
             return checkpoint_seq(self.blocks, x)  # type: ignore[no-any-return]
         y: Tensor = self.blocks(x)
@@ -98,7 +98,9 @@ class MONet(nn.Module):
         self.num_classes = num_classes
         self.num_features = self.head_hidden_size = widths[-1]
         self.embed = PyramidPatchEmbed(patches, in_chans, widths[0], fuse=fuse, init=init)
-        rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
+        rates: list[list[float | None]] = [[None] * depth for depth in depths]
+        if drop_path_rate > 0:
+            rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
         branch_scale = (2 * sum(depths)) ** -0.5
         stages, before, stride = [], None, self.embed.stride
         self.feature_info = []

@@ -134,17 +134,20 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
     path = Path(path)
     if not path.is_file():
         raise MultilinearError(f"no weights file at {path}")
-    rebuilt = model is None
     if model is None:
         header = read_header(path)
         with torch.device("meta"):
-            model = create(header["architecture"], **header["arguments"])
-            if header.get("folded"):
-                model = fold(model)
+            _check_fit(path, _rebuild(header).state_dict())
+        model = _rebuild(header)
     _refuse_pickle(path)
     _check_fit(path, model.state_dict())
-    model.load_state_dict(load_file(path), assign=rebuilt)
+    model.load_state_dict(load_file(path))
     return model.eval()
+
+
+def _rebuild(header: Mapping[str, Any]) -> nn.Module:
+    model = create(header["architecture"], **header["arguments"])
+    return fold(model) if header.get("folded") else model
 
 
 def _check_fit(path: Path, expected: Mapping[str, Tensor]) -> None:
