@@ -1,6 +1,7 @@
 """The command `multilinear`: parse, call the library, print."""
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -159,6 +160,73 @@ def export(
     console.print(f"wrote {path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
+def train(
+    recipe: Positional[Annotated[str, arg(metavar="RECIPE", help="A YAML file, or the name of a known recipe.")]],
+    changes: Annotated[tuple[str, ...], arg(name="set", help="Fields to change, such as optim.lr=0.01.")] = (),
+    out: Annotated[Path | None, arg(help="The run's folder; runs/<recipe>-seed<seed> if not given.")] = None,
+    data: Annotated[Path | None, arg(help="Folder that holds the data; else it is downloaded and cached.")] = None,
+    resume: Annotated[bool, arg(help="Go on from the last checkpoint, if there is one.")] = False,
+    device: Annotated[str | None, arg(help="cpu or cuda; a GPU is taken where there is one.")] = None,
+    json: Json = False,
+) -> None:
+    """Train a network as a recipe says; alone, or under torchrun with `-m multilinear train ...`."""
+    from multilinear.train import train as run
+
+    shown = None if json else console
+    found = run(recipe, out=out, data=data, resume=resume, changes=changes, device=device, console=shown)
+    if json:
+        numbers = {"top1": found.test.top1, "auc": found.test.auc, "nll": found.test.nll, "seconds": found.seconds}
+        return _print_json({"folder": str(found.folder), "weights": str(found.weights), "test": numbers})
+    if int(os.environ.get("RANK", "0")) == 0:
+        console.print(f"test: {found.test}", soft_wrap=True)
+        console.print(f"report: {found.report}\nweights: {found.weights}", soft_wrap=True)
+    return None
+
+
+def evaluate(
+    weights: Positional[Annotated[Path, arg(metavar="WEIGHTS.safetensors")]],
+    dataset: Positional[Annotated[str, arg(metavar="DATASET", help="The name of an image set.")]],
+    folder: Annotated[Path | None, arg(name="data", help="Folder that holds the set; else the cache.")] = None,
+    split: Annotated[str, arg(help="train, val or test.")] = "test",
+    tta: Annotated[bool, arg(help="Also judge each image together with its mirror image.")] = False,
+    speed: Annotated[bool, arg(help="Also time inference at batch sizes 1 and 256.")] = False,
+    batch_size: int = 256,
+    json: Json = False,
+    report: Annotated[Path | None, arg(metavar="OUT.html", help="Write a page with the numbers and plots.")] = None,
+) -> None:
+    """Judge saved weights on an image set: accuracy, AUC, calibration and, when asked, speed."""
+    from multilinear import evaluate as judge
+    from multilinear.data import load_dataset
+    from multilinear.errors import check_choice
+
+    if report is not None and report.suffix != ".html":
+        raise MultilinearError(f"the report must end in .html, got {report}")
+    header, model = models.read_header(weights), models.load(weights)
+    data = load_dataset(dataset, folder)
+    part = data.splits()[check_choice("split", split, data.splits())]
+    preprocessing = header.get("preprocessing") or {}
+    mean, std = (preprocessing.get(key) or [0.5] * data.channels for key in ("mean", "std"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = judge.evaluate(
+        model, part.images, part.labels,
+        mean=mean, std=std, batch_size=batch_size, device=device, flip=tta, progress=not json,
+    )  # fmt: skip
+    speeds = judge.measure_speed(model, (data.channels, *data.image_size), device=device) if speed else []
+    if report is not None:
+        classes = data.classes if data.num_classes == len(found.per_class) else None
+        title = f"{header['architecture']} on the {split} split of {data.name}"
+        judge.write_report(found, report, title, classes, part.images, speeds)
+    if json:
+        timed = {"speed": [each.as_dict() for each in speeds]} if speeds else {}
+        return _print_json({"weights": str(weights), "data": data.name, "split": split, **found.as_dict(), **timed})
+    console.print(f"[bold]{header['architecture']}[/bold] on {split} of {data.name}: {found}", soft_wrap=True)
+    for each in speeds:
+        console.print(str(each), soft_wrap=True)
+    if report is not None:
+        console.print(f"report: {report}")
+    return None
+
+
 def demo(
     out: Annotated[Path, arg(help="Folder for the report, the weights and sample images.")] = Path("demo"),
     epochs: Annotated[int, arg(help="Passes over the training set.")] = 60,
@@ -175,6 +243,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "models": list_models,
     "info": info,
     "audit": audit,
+    "train": train,
+    "evaluate": evaluate,
     "predict": predict,
     "export": export,
     "demo": demo,

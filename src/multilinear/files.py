@@ -18,11 +18,12 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     >>> (folder / "a.txt").read_text()
     'done'
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    os.close(handle)
-    part = Path(name)
+    part: Path | None = None
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
+        os.close(handle)
+        part = Path(name)
         write(part)
         with part.open("rb") as file:
             os.fsync(file.fileno())
@@ -31,4 +32,5 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     except (OSError, SafetensorError) as error:
         raise MultilinearError(f"could not write {path}: {error}; nothing that was there before is lost") from error
     finally:
-        part.unlink(missing_ok=True)
+        if part is not None:
+            part.unlink(missing_ok=True)

@@ -75,7 +75,7 @@ class ArrayData:
 def load_npz(path: str | Path, *, name: str | None = None, classes: Sequence[str] | None = None) -> ArrayData:
     """Read `{train,val,test}_{images,labels}` (val may be missing), named after the file unless `name` says otherwise.
 
-    Class names come from `classes`, else from an array `classes` in the file, else they are the label numbers.
+    Class names come from an array `classes` in the file, else from `classes`, else they are the label numbers.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "toy.npz"
@@ -92,9 +92,12 @@ def load_npz(path: str | Path, *, name: str | None = None, classes: Sequence[str
     if train is None or test is None:
         wanted = "train_images, train_labels, test_images and test_labels"
         raise MultilinearError(f"{path} has the arrays {', '.join(sorted(arrays)) or '(none)'}; it needs {wanted}")
-    if classes is None:
-        classes = _class_names(arrays, [split for split in splits.values() if split is not None])
-    return ArrayData(name or path.stem, train, splits["val"], test, [str(label) for label in classes])
+    if "classes" in arrays:
+        classes = [str(label) for label in arrays["classes"].ravel()]
+    elif classes is None:
+        highest = max(int(split.labels.max(initial=0)) for split in splits.values() if split is not None)
+        classes = [str(label) for label in range(highest + 1)]
+    return ArrayData(name or path.stem, train, splits["val"], test, list(classes))
 
 
 def save_npz(data: ArrayData, path: str | Path) -> Path:
@@ -143,11 +146,12 @@ def stratified_mask(labels: np.ndarray, size: float, seed: int = 0) -> np.ndarra
     np.int64(3)
     """
     total = len(labels)
-    count = round(size * total) if 0 < size < 1 else int(size)
-    if not 0 < count < total or (size > 1 and count != size):
+    count = round(size * total) if 0 < size < 1 else size
+    if not 0 < count < total or count != int(count):
         raise MultilinearError(
             f"cannot hold out {size} of {total} images; give a share between 0 and 1, or a whole number below {total}"
         )
+    count = int(count)
     shuffled = np.random.default_rng(seed).permutation(total)
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     # equal steps along the images sorted by class give every class its share
@@ -211,14 +215,18 @@ def _read_arrays(path: Path) -> dict[str, np.ndarray]:
             sizes = {Path(entry.filename).stem: entry.file_size for entry in archive.infolist()}
         total = sum(size for key, size in sizes.items() if key in wanted)
         if total > MAX_BYTES:
-            raise MultilinearError(f"{path} unpacks to {total:,} bytes, over {MAX_BYTES:,}; use an image folder instead")
+            raise MultilinearError(
+                f"{path} unpacks to {total:,} bytes, over {MAX_BYTES:,}; use an image folder instead"
+            )
         with np.load(path, allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files if key in wanted}
     except MultilinearError:
         raise
     except Exception as error:  # zip, zlib and numpy raise nearly everything on damaged files
         reason = " ".join(str(error).split())
-        raise MultilinearError(f"{path} is not a readable npz ({type(error).__name__}: {reason}); replace it") from error
+        raise MultilinearError(
+            f"{path} is not a readable npz ({type(error).__name__}: {reason}); replace it"
+        ) from error
     for key, array in arrays.items():
         if not isinstance(array, np.ndarray):
             raise MultilinearError(f"{key} in {path} is not an array; write the file with numpy.savez")
@@ -234,7 +242,7 @@ def _as_split(path: Path, part: str, arrays: dict[str, np.ndarray]) -> Split | N
         raise MultilinearError(f"{path} has no {part}_{missing}; images and labels come together")
     if labels.ndim == 2 and labels.shape[1] > 1:
         raise MultilinearError(
-            f"{part}_labels in {path} has {labels.shape[1]} labels per image; only sets with one label per image are read"
+            f"{part}_labels in {path} has {labels.shape[1]} labels per image; only sets with one are read"
         )
     if labels.dtype.kind not in "iub":
         has_nan = labels.dtype.kind == "f" and bool(np.isnan(labels).any())
@@ -244,12 +252,6 @@ def _as_split(path: Path, part: str, arrays: dict[str, np.ndarray]) -> Split | N
     if labels.ndim == 2:
         labels = labels[:, 0]
     return Split(images[..., None] if images.ndim == 3 else images, labels.astype(np.int64))
-
-
-def _class_names(arrays: dict[str, np.ndarray], splits: list[Split]) -> list[str]:
-    if "classes" in arrays:
-        return [str(name) for name in arrays["classes"].ravel()]
-    return [str(label) for label in range(max((int(s.labels.max(initial=0)) for s in splits), default=0) + 1)]
 
 
 def _shape(images: np.ndarray) -> str:

@@ -1,5 +1,7 @@
-"""Augmentation of whole batches on the device: no Python per image, no shape that depends on data, so it can be captured
-in a CUDA graph. Images come as uint8 (B, H, W, C) and leave as normalised floats (B, C, H, W).
+"""Augmentation of whole batches on the device.
+
+No Python per image and no shape that depends on data, so that a CUDA graph can hold it. Images come as uint8
+(B, H, W, C) and leave as normalised floats (B, C, H, W).
 """
 
 import math
@@ -145,7 +147,10 @@ def _same(value: Tensor) -> Tensor:
 
 # entries (row, column, what to add to the identity there) and the largest amount
 _GEOMETRY: Sequence[tuple[Sequence[tuple[int, int, Callable[[Tensor], Tensor]]], float]] = (
-    (((0, 0, lambda a: a.cos() - 1), (0, 1, lambda a: -a.sin()), (1, 0, torch.sin), (1, 1, lambda a: a.cos() - 1)), 0.6),
+    (
+        ((0, 0, lambda a: a.cos() - 1), (0, 1, lambda a: -a.sin()), (1, 0, torch.sin), (1, 1, lambda a: a.cos() - 1)),
+        0.6,
+    ),
     (((0, 1, _same),), 0.5),
     (((1, 0, _same),), 0.5),
     (((0, 2, _same),), 0.6),
@@ -162,8 +167,9 @@ def _blend(images: Tensor, towards: Tensor, strength: Tensor, sign: Tensor) -> T
 def _grey(images: Tensor) -> Tensor:
     if images.shape[1] != 3:
         return images
-    weights = torch.tensor([0.299, 0.587, 0.114], device=images.device)
-    return (images * weights[:, None, None]).sum(1, keepdim=True).expand_as(images)
+    red, green, blue = images.split(1, dim=1)
+    grey: Tensor = 0.299 * red + 0.587 * green + 0.114 * blue
+    return grey.expand_as(images)
 
 
 def _autocontrast(images: Tensor, strength: Tensor, sign: Tensor) -> Tensor:
@@ -189,7 +195,7 @@ _COLOUR: Sequence[Callable[[Tensor, Tensor, Tensor], Tensor]] = (
     lambda x, strength, sign: x,
     lambda x, strength, sign: _blend(x, torch.zeros_like(x), strength, sign),
     lambda x, strength, sign: _blend(x, _grey(x), strength, sign),
-    lambda x, strength, sign: _blend(x, _grey(x).mean((1, 2, 3), keepdim=True), strength, sign),
+    lambda x, strength, sign: _blend(x, _grey(x.mean((2, 3), keepdim=True)), strength, sign),
     _sharpness,
     _posterize,
     _solarize,

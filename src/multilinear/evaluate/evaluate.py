@@ -101,15 +101,17 @@ class Evaluation:
             found["flipped"] = self.flipped.as_dict()
         return found
 
-    def __str__(self) -> str:
-        parts = [f"top-1 {self.top1:.2%}"]
+    def numbers(self) -> dict[str, str]:
+        """The headline numbers, for people."""
+        found = {"top-1": f"{self.top1:.2%}"}
         if self.top5 is not None:
-            parts.append(f"top-5 {self.top5:.2%}")
-        absent = f" ({self.auc_left_out} classes left out)" if self.auc_left_out else ""
-        if not math.isnan(self.auc):
-            parts.append(f"AUC {self.auc:.4f}{absent}")
-        parts += [f"nll {self.nll:.4f}", f"calibration error {self.calibration.error:.2%}"]
-        line = f"{', '.join(parts)}, on {self.count:,} images"
+            found["top-5"] = f"{self.top5:.2%}"
+        absent = f" ({self.auc_left_out} {'class' if self.auc_left_out == 1 else 'classes'} left out)"
+        found["AUC"] = "undefined" if math.isnan(self.auc) else f"{self.auc:.4f}{absent if self.auc_left_out else ''}"
+        return found | {"nll": f"{self.nll:.4f}", "calibration error": f"{self.calibration.error:.2%}"}
+
+    def __str__(self) -> str:
+        line = ", ".join(f"{name} {value}" for name, value in self.numbers().items()) + f", on {self.count:,} images"
         return line if self.flipped is None else f"{line}\nwith flips: {self.flipped}"
 
 
@@ -144,21 +146,22 @@ def evaluate(
         raise MultilinearError(f"amp needs a CUDA device, the model is on {example.device}; leave it out")
     if batch_size < 1:
         raise MultilinearError(f"batch_size must be 1 or more, got {batch_size}")
-    labels = metrics.flat_labels(torch.as_tensor(labels).cpu())
     _check_images(model, images, len(labels), mean, std)
-    center, scale = (torch.tensor(list(values)).reshape(-1, 1, 1).to(example) * 255 for values in (mean, std))
+    # a copy of an array, because torch warns of those that are only open for reading
+    labels = metrics.flat_labels(labels.cpu() if isinstance(labels, Tensor) else torch.from_numpy(np.array(labels)))
+    center, scale = (255 * torch.tensor(values, device=example.device).reshape(-1, 1, 1) for values in (mean, std))
 
     def logits_of(batch: Images) -> tuple[Tensor, Tensor | None]:
         """Logits, and their mean with those of the mirror images."""
-        pixels = torch.as_tensor(batch).to(example.device).permute(0, 3, 1, 2).to(example.dtype)
-        pixels = (pixels - center) / scale
+        pixels = torch.as_tensor(batch).to(example.device).permute(0, 3, 1, 2).float()
+        pixels = ((pixels - center) / scale).to(example.dtype)
         with torch.autocast("cuda", torch.bfloat16, enabled=amp):
             logits: Tensor = model(pixels).float()
             return logits, (logits + model(pixels.flip(-1)).float()) / 2 if flip else None
 
     with evaluation_mode(model), torch.inference_mode():
         try:
-            classes = logits_of(images[:1])[0].shape[-1]
+            classes = logits_of(images[[0]])[0].shape[-1]
         except (RuntimeError, AssertionError) as error:
             raise MultilinearError(
                 f"the model does not take images of shape {tuple(images.shape[1:])}: {str(error).splitlines()[0]}"
@@ -170,8 +173,8 @@ def evaluate(
             plain.update(logits, labels[places], places)
             if mean_of_both is not None:
                 mirrored.update(mean_of_both, labels[places], places)
-    flipped = Evaluation.from_logits(*mirrored.gather()) if flip else None
-    return Evaluation.from_logits(*plain.gather(), flipped)
+    flipped = Evaluation.from_logits(*mirrored.gather(distributed)) if flip else None
+    return Evaluation.from_logits(*plain.gather(distributed), flipped)
 
 
 def _batches(count: int, batch_size: int, distributed: bool, progress: bool) -> Iterator[Tensor]:
@@ -186,9 +189,7 @@ def _batches(count: int, batch_size: int, distributed: bool, progress: bool) -> 
     )
 
 
-def _check_images(
-    model: nn.Module, images: Images, count: int, mean: Sequence[float], std: Sequence[float]
-) -> None:
+def _check_images(model: nn.Module, images: Images, count: int, mean: Sequence[float], std: Sequence[float]) -> None:
     if str(images.dtype).removeprefix("torch.") != "uint8" or images.ndim != 4:
         raise MultilinearError(
             f"images must be uint8 of shape (samples, height, width, channels), got {images.dtype} of shape "
@@ -204,9 +205,10 @@ def _check_images(
             f"images of {channels} channels need {channels} means and {channels} positive deviations, "
             f"got mean={list(mean)} and std={list(std)}"
         )
-    first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
-    if first is not None and first.in_channels != channels:
+    config = getattr(model, "config", None)
+    expected = config.get("in_chans", channels) if isinstance(config, dict) else channels
+    if expected != channels:
         raise MultilinearError(
-            f"the model wants {first.in_channels} channels, the images have {channels}; "
+            f"the model wants {expected} channels, the images have {channels}; "
             "build the model with in_chans to match, or convert the images"
         )

@@ -186,17 +186,18 @@ class Metrics:
                 f"got {tuple(logits.shape)}, {tuple(labels.shape)} and {tuple(indices.shape)}"
             )
         self._logits.append(logits.detach().float())
-        self._labels.append(labels.long())
+        self._labels.append(labels)
         self._indices.append(indices.long())
 
-    def gather(self) -> tuple[Tensor, Tensor]:
+    def gather(self, distributed: bool = True) -> tuple[Tensor, Tensor]:
         """Logits and labels of all processes on the CPU, each sample once, in the order of the indices if any.
 
-        Every process of a `torch.distributed` group must call it, and every one gets the same answer.
+        Every process of a `torch.distributed` group must call it, and every one gets the same answer. Without
+        `distributed`, or without a group, it is what this process has seen.
         """
         collected = (self._logits, self._labels, self._indices)
         parts = [torch.cat([part.cpu() for part in kept]) for kept in collected]
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if distributed and dist.is_available() and dist.is_initialized():
             parts = [_gather_rows(part) for part in parts]
         logits, labels, indices = parts
         if (indices < 0).all():
@@ -238,7 +239,7 @@ def check_labels(scores: Tensor, labels: Tensor) -> Tensor:
             f"label {int(labels[first])} of sample {first} does not fit a head of {classes} outputs; "
             f"labels run from 0 to {classes - 1}: choose the data set or num_classes to match"
         )
-    return labels.long()
+    return labels
 
 
 def check_probabilities(scores: Tensor) -> None:
@@ -264,7 +265,7 @@ def flat_labels(labels: Tensor) -> Tensor:
             f"labels must be one class number per sample, got {labels.dtype} of shape {tuple(labels.shape)}; "
             "several labels per sample are not supported"
         )
-    return labels
+    return labels.long()
 
 
 def without_nan(values: Tensor) -> list[float | None]:

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,7 +67,7 @@ def measure_speed(
         for size in batch_sizes:
             try:
                 images = torch.randn(size, *shape, device=example.device).to(example.dtype)
-                times = _time_passes(lambda images=images: model(images), example.device, seconds)  # type: ignore[misc]
+                times = _time_passes(partial(model, images), example.device, seconds)
             except torch.OutOfMemoryError as error:
                 raise MultilinearError(
                     f"batch size {size} does not fit into the memory of {example.device}; give smaller batch_sizes"
@@ -85,7 +86,8 @@ def _time_passes(forward: Callable[[], object], device: torch.device, seconds: f
     while passes < WARM_UP_PASSES or time.perf_counter() - start < seconds / 4:
         timed(forward)
         passes += 1
-    start, times = time.perf_counter(), []
+    times: list[float] = []
+    start = time.perf_counter()
     while len(times) < FEWEST_PASSES or time.perf_counter() - start < seconds:
         times.append(timed(forward))
     return times
@@ -97,7 +99,8 @@ def _time_on_gpu(forward: Callable[[], object]) -> float:
     forward()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds
 
 
 def _time_on_cpu(forward: Callable[[], object]) -> float:

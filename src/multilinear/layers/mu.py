@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from multilinear import kernels
 from multilinear.layers.init import DEFAULT_INIT, init_weights
 from multilinear.layers.norm import Affine, BatchNorm, make_norm
 from multilinear.layers.shift import SpatialShift
@@ -79,9 +80,16 @@ class MuLayer(nn.Module):
         init_weights(self, init)
 
     def forward(self, x: Tensor) -> Tensor:
-        first = self.norm_a(self.shift(self.A(x)))
-        second = self.norm_b(self.B(self.shift(self.D(x))))
-        y: Tensor = self.C(first + self.alpha * first * second)
+        first = self.shift(self.A(x))
+        second = self.B(self.shift(self.D(x)))
+        norm_a, norm_b = self.norm_a, self.norm_b
+        if isinstance(norm_a, nn.LayerNorm) and isinstance(norm_b, nn.LayerNorm) and kernels.fused_for(first):
+            weights = (norm_a.weight, norm_a.bias), (norm_b.weight, norm_b.bias)
+            product = kernels.normed_product(first, second, *weights, self.alpha, norm_a.eps)
+        else:
+            first = norm_a(first)
+            product = first + self.alpha * first * norm_b(second)
+        y: Tensor = self.C(product)
         return y
 
 

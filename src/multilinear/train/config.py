@@ -1,5 +1,6 @@
-"""A run is one YAML file, and a YAML file is these dataclasses: every field visible here, with its default and checks."""
+"""A run is one YAML file, and a YAML file is these dataclasses: every field in sight, with its default and checks."""
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -65,8 +66,8 @@ class RunConfig:
     epochs: int = 100
     batch_size: int = 128  # over all processes and accumulation steps together
     accumulate: int = 1
-    precision: str = "bf16"  # on a GPU; a CPU computes in float32
-    compile: bool = True  # on a GPU
+    precision: str = "bf16"  # on a GPU, while a CPU computes in float32; or "float32", or "bf16-always"
+    compile: str = "gpu"  # compile the blocks there, "always" or "never"
     graph: bool = True  # on one GPU: capture the whole step, augmentation included
     fsdp: bool = False
     seed: int = 0
@@ -97,7 +98,8 @@ class Recipe:
         folder = self.data.name == "folder"
         check_choice("augment.policy", self.augment.policy, FOLDER_POLICIES if folder else POLICIES)
         check_choice("optim.name", self.optim.name, ("adamw", "muon"))
-        check_choice("run.precision", self.run.precision, ("bf16", "float32"))
+        check_choice("run.precision", self.run.precision, ("bf16", "bf16-always", "float32"))
+        check_choice("run.compile", self.run.compile, ("gpu", "always", "never"))
         check_choice("run.select", self.run.select, ("last", "ema", "best"))
         check_choice("run.metric", self.run.metric, ("accuracy", "auc"))
         for name, value in (("run.epochs", self.run.epochs), ("run.batch_size", self.run.batch_size),
@@ -155,7 +157,7 @@ def load_recipe(source: str | Path | dict[str, Any], changes: Sequence[str] = ()
             values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
         except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
             raise MultilinearError(f"{path} is not readable YAML: {' '.join(str(error).split())}") from error
-    recipe = _build(Recipe, values, where, "")
+    recipe: Recipe = _build(Recipe, values, where, "")
     for change in changes:
         _override(recipe, change)
     recipe.check()
@@ -206,10 +208,8 @@ def _convert(value: Any, expected: Any, where: str, path: str) -> Any:
             return None
         expected = next(option for option in typing.get_args(expected) if option is not types.NoneType)
     if expected is float and isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = float(value)  # YAML reads 1e-3 as text
-        except ValueError:
-            pass
     if expected is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     base = typing.get_origin(expected) or expected

@@ -48,15 +48,16 @@ class Muon(torch.optim.Optimizer):
             if "momentum" not in state:
                 state["momentum"] = torch.zeros_like(parameter)
             buffers.append(state["momentum"])
-        gradients = [parameter.grad for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         torch._foreach_lerp_(buffers, gradients, 1 - momentum)
         ahead = torch._foreach_lerp(gradients, buffers, momentum)  # Nesterov
         update = orthogonalise(torch.stack(list(ahead)).flatten(2))
         rows, columns = update.shape[-2:]
         update = update * max(1, rows / columns) ** 0.5
-        steps = torch._foreach_mul(list(update.view(-1, *parameters[0].shape).unbind(0)), group["lr"])
-        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_sub_(parameters, steps)
+        steps = list((update * group["lr"]).view(-1, *parameters[0].shape).unbind(0))
+        weights: list[Tensor] = list(parameters)
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_sub_(weights, steps)
 
 
 def orthogonalise(stack: Tensor, iterations: int = 5) -> Tensor:
@@ -74,7 +75,8 @@ def orthogonalise(stack: Tensor, iterations: int = 5) -> Tensor:
     for _ in range(iterations):
         gram = x @ x.transpose(-1, -2)
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return (x.transpose(-1, -2) if tall else x).to(stack.dtype)
+    result: Tensor = (x.transpose(-1, -2) if tall else x).to(stack.dtype)
+    return result
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
@@ -86,18 +88,21 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     cuda = any(p.is_cuda for _, p in parameters)
     muon = [p for name, p in parameters if config.name == "muon" and p.ndim == 2 and ".blocks." in name]
-    chosen = {id(p) for p in muon}
-    rest = [p for _, p in parameters if id(p) not in chosen]
+    taken = {id(p) for p in muon}
+    rest = [p for _, p in parameters if id(p) not in taken]
     device = parameters[0][1].device
 
     def rate() -> Tensor | float:
         return torch.zeros((), device=device) if cuda else 0.0
 
     groups = [
-        {"params": [p for p in rest if p.ndim > 1], "weight_decay": config.weight_decay, "lr": rate(), "peak": config.lr},
-        {"params": [p for p in rest if p.ndim <= 1], "weight_decay": 0.0, "lr": rate(), "peak": config.lr},
+        {"params": chosen, "weight_decay": decay, "lr": rate(), "peak": config.lr}
+        for chosen, decay in (
+            ([p for p in rest if p.ndim > 1], config.weight_decay),
+            ([p for p in rest if p.ndim <= 1], 0.0),
+        )
+        if chosen
     ]
-    groups = [group for group in groups if group["params"]]
     optimizers: list[torch.optim.Optimizer] = []
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=rate(), betas=(0.9, 0.99), fused=cuda, capturable=cuda))

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from multilinear.data.augment import Mixed, apply_policy, crop_and_flip, erase, mix, normalise
+from multilinear.layers import PolyBlock, PyramidPatchEmbed
 from multilinear.train.config import AugmentConfig, Recipe
 from multilinear.train.optim import Average
 
@@ -32,7 +33,8 @@ def augment_batch(images: Tensor, labels: Tensor, config: AugmentConfig, mean: T
         if config.policy == "none":
             images = normalise(images, mean, std)
         else:
-            floats = images.permute(0, 3, 1, 2).float() / 255
+            # contiguous: reductions over strided pixels are slow
+            floats = images.permute(0, 3, 1, 2).contiguous().float() / 255
             floats = apply_policy(floats, config.policy, config.operations, config.magnitude)
             images = (floats - mean[:, None, None]) / std[:, None, None]
     if config.erase:
@@ -114,7 +116,8 @@ class Step:
             self.average.update()
 
     def _precision(self) -> torch.autocast:
-        enabled = self.device.type == "cuda" and self.recipe.run.precision == "bf16"
+        precision = self.recipe.run.precision
+        enabled = precision == "bf16-always" or (precision == "bf16" and self.device.type == "cuda")
         # inside a captured graph weights are cast anew at each replay, which a cache would prevent
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
@@ -127,7 +130,9 @@ class Step:
         """Everything that a step changes."""
         found = list(self.model.state_dict().values())
         for optimizer in self.optimizers:
-            found += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+            found += [
+                value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)
+            ]
         if self.average is not None:
             found += [*self.average.tensors, self.average.updates]
         return [*found, self.loss_sum]
@@ -157,11 +162,11 @@ class Step:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """Compile every Poly-Block in place; blocks of one width and mode share one compilation.
+    """Compile the embedding and every Poly-Block in place; blocks of one width and mode share one compilation.
 
     >>> compile_blocks(nn.Linear(1, 1))
     """
     torch._dynamo.config.recompile_limit = 64  # widths of stages times training and evaluation
     for module in model.modules():
-        if type(module).__name__ == "PolyBlock":
+        if isinstance(module, PolyBlock | PyramidPatchEmbed):
             module.compile()

@@ -1,0 +1,59 @@
+"""The fused kernels against float64, on the CPU through Triton's interpreter (in a process of its own)."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+CHECK = """
+import torch
+from torch.nn import functional as F
+from multilinear.kernels.product import fused_normed_product
+torch.manual_seed(0)
+for rows, width in [(1, 8), (5, 12), (7, 48), (33, 64), (3, 192), (2, 576), (2, 1152)]:
+    a, b = (torch.randn(rows, width).requires_grad_() for _ in range(2))
+    weights = [(torch.randn(width) + i % 2).requires_grad_() for i in range(4)]
+    weights.append(torch.tensor(0.7, requires_grad=True))
+    grad = torch.randn(rows, width)
+    out, _ = fused_normed_product(a, b, *weights, 1e-6)
+    found = torch.autograd.grad(out, [a, b, *weights], grad)
+    exact = [t.detach().double().requires_grad_() for t in (a, b, *weights)]
+    p = F.layer_norm(exact[0], (width,), exact[2], exact[3], 1e-6)
+    q = F.layer_norm(exact[1], (width,), exact[4], exact[5], 1e-6)
+    expected = p + exact[6] * p * q
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    for f, e in zip(found, torch.autograd.grad(expected, exact, grad.double())):
+        torch.testing.assert_close(f.double(), e, rtol=1e-3, atol=1e-3)
+print("agrees")
+"""
+
+
+def test_interpreted_kernels_agree_with_float64():
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    found = subprocess.run([sys.executable, "-c", CHECK], env=environment, capture_output=True, text=True, timeout=300)
+    assert found.stdout.strip() == "agrees", found.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [48, 64, 96, 128, 192, 256, 384, 576, 768, 1152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cuda_kernels_agree_with_float64(width, dtype):
+    from multilinear.kernels import normed_product
+
+    a, b = (torch.randn(3, 7, 5, width, device="cuda").to(dtype).requires_grad_() for _ in range(2))
+    weights = [torch.randn(width, device="cuda").requires_grad_() for _ in range(4)]
+    alpha = torch.tensor(0.7, device="cuda", requires_grad=True)
+    out = normed_product(a, b, tuple(weights[:2]), tuple(weights[2:]), alpha, 1e-6)
+    grad = torch.randn_like(out)
+    found = torch.autograd.grad(out, [a, b, *weights, alpha], grad)
+    exact = [t.detach().double().requires_grad_() for t in (a, b, *weights, alpha)]
+    p = F.layer_norm(exact[0], (width,), exact[2], exact[3], 1e-6)
+    q = F.layer_norm(exact[1], (width,), exact[4], exact[5], 1e-6)
+    expected = p + exact[6] * p * q
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-4
+    assert ((out.double() - expected).norm() / expected.norm()).item() < tolerance
+    for f, e in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
+        assert ((f.double() - e).norm() / e.norm()).item() < 2 * tolerance
