@@ -1,3 +1,4 @@
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,8 @@ def test_the_learning_rate_follows_the_papers_schedule():
     assert rates[0] == pytest.approx(1e-4)
     assert rates[10] == pytest.approx(1e-3)
     assert rates[300] == pytest.approx(1e-5)
-    assert all(a < b for a, b in zip(rates[:10], rates[1:11], strict=True))
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a < b for a, b in pairwise(rates[:11]))
+    assert all(a > b for a, b in pairwise(rates[10:]))
 
 
 @given(st.integers(1, 500), st.integers(1, 50), st.floats(0, 20))

@@ -72,7 +72,8 @@ class RunConfig:
     fsdp: bool = False
     seed: int = 0
     evaluate_every: int = 1  # epochs; 0 for only at the end
-    save_every: int = 0  # steps; 0 for once an epoch
+    save_every: int = 0  # steps between checkpoints inside an epoch; 0 for none
+    save_seconds: float = 0.0  # at ends of epochs: at least this long after the last one, and always at the very end
     select: str = "last"  # "last", "ema", or "best": by accuracy, or AUC, on the validation split
     metric: str = "accuracy"  # what "best" and patience look at
     patience: int = 0  # epochs without a better validation result before stopping; 0 for never

@@ -66,6 +66,7 @@ class Run:
         self.position = Position()
         self.history: list[Row] = []
         self.first_step_seconds = 0.0
+        self.saved_at = time.perf_counter()
 
     def _build_model(self) -> MONet:
         recipe, batches = self.recipe, self.batches
@@ -127,10 +128,11 @@ class Run:
                 began = time.perf_counter()
                 first = self.position.step
                 self._epoch(bar, start)
+                loss = self._loss()  # waits for the device, so that the time is the epoch's
                 took = time.perf_counter() - began
                 row: Row = {
                     "epoch": self.position.epoch + 1,
-                    "loss": self._loss(),
+                    "loss": loss,
                     "lr": self._share() * self.recipe.optim.lr,
                     "images_per_second": round((steps - first) * run.batch_size / took, 1),
                     "epoch_seconds": round(took, 4),
@@ -141,7 +143,7 @@ class Run:
                 self.position.seconds = time.perf_counter() - start
                 self.history.append(row)
                 bar.say(_summary(row))
-                self._save()
+                self._save_if_due()
                 if self.processes.is_main:
                     write_history(self.out, self.history)
                     if dashboards is not None:
@@ -244,7 +246,13 @@ class Run:
         }
         return save(self.model, path, labels=batches.classes, preprocessing=preprocessing)
 
+    def _save_if_due(self) -> None:
+        due = time.perf_counter() - self.saved_at >= self.recipe.run.save_seconds
+        if self.processes.agree(due or self.position.epoch == self.recipe.run.epochs or self._out_of_patience()):
+            self._save()
+
     def _save(self) -> None:
+        self.saved_at = time.perf_counter()
         self.position.loss_sum = float(self.step.loss_sum.item()) if self.position.step else 0.0
         self._check_loss()
         state = gather_state(self.step)
