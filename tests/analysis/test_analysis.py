@@ -125,8 +125,8 @@ class TestCost:
 
 def integer_weights(module, seed):
     generator = torch.Generator().manual_seed(seed)
-    for parameter in module.parameters():
-        if parameter.ndim > 0:
+    for name, parameter in module.named_parameters():
+        if not name.endswith("alpha"):
             parameter.data = torch.randint(1, 4, parameter.shape, generator=generator).float()
     return module
 

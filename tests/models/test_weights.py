@@ -169,7 +169,7 @@ def release_names(state):
             else:
                 inside = [letters.get(p, p) for p in part[5:]]
                 name = start + ".".join([{"mu1": "mlp1", "mu2": "mlp2"}[part[4]], *inside])
-        renamed[name] = value
+        renamed[name] = value.reshape(()) if name.endswith("alpha") else value
     return renamed
 
 

@@ -77,6 +77,9 @@ def test_a_dead_worker_is_started_again_and_the_run_goes_on(tmp_path, alone):
         time.sleep(0.01)
     workers = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
     os.kill(int(workers[-1]), signal.SIGKILL)
-    _, errors = torchrun.communicate(timeout=240)
+    try:
+        _, errors = torchrun.communicate(timeout=120)
+    finally:
+        torchrun.kill()
     assert torchrun.returncode == 0, errors.decode()[-3000:]
     assert losses(out) == pytest.approx(alone, abs=1e-4)

@@ -173,7 +173,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     a, b, stats, *weights = ctx.saved_tensors
     grad_a, grad_b, sums, grad_alpha = _fused_backward(grad.contiguous(), a, b, stats, *weights)
     vectors = [total.to(weight.dtype) for total, weight in zip(sums.unbind(0), weights, strict=False)]
-    return grad_a, grad_b, *vectors, grad_alpha.to(weights[-1].dtype), None
+    return grad_a, grad_b, *vectors, grad_alpha.to(weights[-1].dtype).reshape(weights[-1].shape), None
 
 
 fused_normed_product.register_autograd(_gradients, setup_context=_save)

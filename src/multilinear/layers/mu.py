@@ -76,7 +76,7 @@ class MuLayer(nn.Module):
         self.shift = nn.Identity() if shift is None else SpatialShift(shift)
         self.norm_a = make_norm(norm, hidden)
         self.norm_b = make_norm(norm, hidden)
-        self.alpha = nn.Parameter(torch.ones(()))
+        self.alpha = nn.Parameter(torch.ones(1))  # one entry, as sharding has no place for a scalar
         init_weights(self, init)
 
     def forward(self, x: Tensor) -> Tensor:

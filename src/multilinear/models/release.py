@@ -48,7 +48,8 @@ def from_release(state: Mapping[str, Tensor], model: nn.Module | None = None) ->
     # stages and down-samplings interleave under one counter; count each kind by itself
     stages = sorted({int(match[1]) for key in state if (match := _BLOCK.fullmatch(key))})
     downs = sorted({int(match[1]) for key in state if (match := _DOWN.fullmatch(key))})
-    return {_rename(key, stages, downs): value for key, value in state.items()}
+    named = {_rename(key, stages, downs): value for key, value in state.items()}
+    return {key: value.reshape(1) if key.endswith(".alpha") else value for key, value in named.items()}
 
 
 def _rename(key: str, stages: list[int], downs: list[int]) -> str:

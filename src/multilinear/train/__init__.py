@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 
 from multilinear.evaluate import Evaluation
-from multilinear.models import load
 from multilinear.train.config import Recipe, load_recipe
 from multilinear.train.distributed import join
 from multilinear.train.log import Row
@@ -70,13 +69,13 @@ def train(
         select = loaded.run.select
         best = folder / "best.safetensors"
         if select == "best" and best.exists():
-            load(best, run.model)
+            run.restore(best)
         with run.averaged(select == "ema"):
             run.collect()
             test = run.score("test")
             weights, report = folder / "model.safetensors", folder / "report.html"
+            run.export(weights)
             if processes.is_main:
-                run.export(weights)
                 write_run_report(report, run.recipe, run.history, test, run.batches.classes, run.batches.broken())
         broken = run.batches.broken()
         if broken and processes.is_main:

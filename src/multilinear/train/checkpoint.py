@@ -32,17 +32,17 @@ def gather_state(step: Step) -> dict[str, Tensor]:
     if step.average is not None:
         state |= {f"average/{key}": value for key, value in step.average.state().items()}
         state["average_updates"] = step.average.updates
-    whole = {key: _whole(value).detach().cpu().contiguous().clone() for key, value in state.items()}
-    whole["random/cpu"] = torch.get_rng_state()
+    gathered = {key: whole(value).detach().cpu().contiguous().clone() for key, value in state.items()}
+    gathered["random/cpu"] = torch.get_rng_state()
     if step.device.type == "cuda":
-        whole["random/cuda"] = torch.cuda.get_rng_state(step.device)
-    return whole
+        gathered["random/cuda"] = torch.cuda.get_rng_state(step.device)
+    return gathered
 
 
 def restore_state(step: Step, state: dict[str, Tensor]) -> None:
     """Put a gathered state back in place, creating the optimisers' state where no step was taken yet."""
     for key, value in step.model.state_dict().items():
-        _assign(value, _take(state, f"model/{key}"))
+        assign(value, _take(state, f"model/{key}"))
     for i, optimizer in enumerate(step.optimizers):
         for j, parameter in enumerate(_parameters(optimizer)):
             prefix = f"optimizer/{i}/{j}/"
@@ -52,11 +52,11 @@ def restore_state(step: Step, state: dict[str, Tensor]) -> None:
                 if source.ndim == 0 and not parameter.is_cuda:
                     target = source.clone()  # AdamW counts steps on the CPU there
                 elif source.shape == parameter.shape:
-                    _assign(target, source)
+                    assign(target, source)
                 optimizer.state[parameter][name.removeprefix(prefix)] = target
     if step.average is not None:
         for key, value in step.average.state().items():
-            _assign(value, _take(state, f"average/{key}"))
+            assign(value, _take(state, f"average/{key}"))
         step.average.updates.copy_(_take(state, "average_updates"))
     torch.set_rng_state(_take(state, "random/cpu"))
     if step.device.type == "cuda" and "random/cuda" in state:
@@ -89,11 +89,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _whole(value: Tensor) -> Tensor:
+def whole(value: Tensor) -> Tensor:
+    """A sharded tensor gathered from all processes; others as they are."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _assign(target: Tensor, source: Tensor) -> None:
+def assign(target: Tensor, source: Tensor) -> None:
+    """Copy a whole tensor into one that may be sharded."""
     if target.shape != source.shape:
         raise MultilinearError(f"the checkpoint is of another model: {tuple(source.shape)}, not {tuple(target.shape)}")
     with torch.no_grad():

@@ -63,7 +63,10 @@ def join(device: str | None = None) -> Iterator[Processes]:
         torch.cuda.set_device(here)
     started = world > 1 and not dist.is_initialized()
     if started:
-        dist.init_process_group("nccl" if here.type == "cuda" else "gloo")
+        # addresses of an earlier attempt, whose worker died, must not be found again by the next
+        store, rank, world = next(iter(dist.rendezvous("env://")))
+        attempt = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group("nccl" if here.type == "cuda" else "gloo", store=attempt, rank=rank, world_size=world)
     try:
         yield Processes(rank, world, here)
     finally:

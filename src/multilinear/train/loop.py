@@ -16,9 +16,9 @@ from multilinear.evaluate import Evaluation
 from multilinear.files import write_atomically
 from multilinear.layers import check_image_size, collect_statistics
 from multilinear.layers.norm import BatchNorm
-from multilinear.models import MONet, create, save
+from multilinear.models import MONet, create, load, save
 from multilinear.train.batches import Batches, open_batches
-from multilinear.train.checkpoint import gather_state, read_checkpoint, restore_state, write_checkpoint
+from multilinear.train.checkpoint import assign, gather_state, read_checkpoint, restore_state, whole, write_checkpoint
 from multilinear.train.config import Recipe
 from multilinear.train.distributed import Processes, spread
 from multilinear.train.log import Bar, Dashboards, Row, progress_bar, write_history
@@ -211,7 +211,7 @@ class Run:
             value = found.top1 if run.metric == "accuracy" else found.auc
             if value > self.position.best:
                 self.position.best, self.position.best_epoch = value, self.position.epoch
-                if run.select == "best" and self.processes.is_main:
+                if run.select == "best":
                     self.export(self.out / "best.safetensors")
         return {"val_accuracy": found.top1, "val_auc": found.auc, "val_loss": found.nll}
 
@@ -235,8 +235,20 @@ class Run:
             with torch.compiler.set_stance("force_eager"):
                 collect_statistics(self.model, self.batches.clean(16_384))
 
-    def export(self, path: Path) -> Path:
-        batches = self.batches
+    def restore(self, path: Path) -> None:
+        """Take the weights of an exported file."""
+        exported = load(path).state_dict()
+        for key, value in self.model.state_dict().items():
+            assign(value, exported[key].to(self.device))
+
+    def export(self, path: Path) -> None:
+        """Write the current weights. Every process must call this."""
+        model, batches = self.model, self.batches
+        if self.recipe.run.fsdp and self.processes.world > 1:
+            state = {key: whole(value).cpu() for key, value in model.state_dict().items()}
+            model = MONet(**model.config)
+            model.load_state_dict(state)
+            model.pretrained_cfg = self.model.pretrained_cfg
         preprocessing = {
             "input_size": [batches.channels, *batches.image_size],
             "mean": list(batches.mean),
@@ -244,7 +256,8 @@ class Run:
             "interpolation": "bicubic",
             "crop_pct": 1.0 if batches.fixed else 0.875,
         }
-        return save(self.model, path, labels=batches.classes, preprocessing=preprocessing)
+        if self.processes.is_main:
+            save(model, path, labels=batches.classes, preprocessing=preprocessing)
 
     def _save_if_due(self) -> None:
         due = time.perf_counter() - self.saved_at >= self.recipe.run.save_seconds
@@ -253,7 +266,7 @@ class Run:
 
     def _save(self) -> None:
         self.saved_at = time.perf_counter()
-        self.position.loss_sum = float(self.step.loss_sum.item()) if self.position.step else 0.0
+        self.position.loss_sum = float(self.processes.mean(self.step.loss_sum).item())
         self._check_loss()
         state = gather_state(self.step)
         if self.processes.is_main:
