@@ -25,7 +25,7 @@ def test_examples_run(code, tmp_path, monkeypatch):
 def test_commands_run(tmp_path):
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     for line in COMMANDS:
-        line = line.replace("multilinear demo", "multilinear demo --epochs 1")
+        line = line.replace("multilinear demo", "multilinear demo --epochs 1")  # the rest as it stands
         subprocess.run(
             ["bash", "-euc", line], cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=300
         )

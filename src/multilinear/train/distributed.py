@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -64,8 +66,8 @@ def join(device: str | None = None) -> Iterator[Processes]:
     started = world > 1 and not dist.is_initialized()
     if started:
         # addresses of an earlier attempt, whose worker died, must not be found again by the next
-        store, rank, world = next(iter(dist.rendezvous("env://")))
-        attempt = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store, rank, world = next(iter(rendezvous("env://")))
+        attempt = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group("nccl" if here.type == "cuda" else "gloo", store=attempt, rank=rank, world_size=world)
     try:
         yield Processes(rank, world, here)

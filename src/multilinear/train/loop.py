@@ -67,6 +67,7 @@ class Run:
         self.history: list[Row] = []
         self.first_step_seconds = 0.0
         self.saved_at = time.perf_counter()
+        self.share = 0.0  # of the peak learning rate, at the last step
 
     def _build_model(self) -> MONet:
         recipe, batches = self.recipe, self.batches
@@ -133,7 +134,7 @@ class Run:
                 row: Row = {
                     "epoch": self.position.epoch + 1,
                     "loss": loss,
-                    "lr": self._share() * self.recipe.optim.lr,
+                    "lr": self.share * self.recipe.optim.lr,
                     "images_per_second": round((steps - first) * run.batch_size / took, 1),
                     "epoch_seconds": round(took, 4),
                 }
@@ -155,7 +156,8 @@ class Run:
         run = self.recipe.run
         self.model.train()
         for images, labels in self.batches.epoch(self.position.epoch, self.position.step):
-            set_learning_rate(list(self.step.optimizers), self._share())
+            self.share = self._share()
+            set_learning_rate(list(self.step.optimizers), self.share)
             if self._should_capture() and self.first_step_seconds == 0:
                 self.step.capture(images, labels)
             self.step(images, labels)
@@ -191,7 +193,7 @@ class Run:
             here = self.position.epoch * self.batches.steps + self.position.step
             raise MultilinearError(
                 f"the loss is not finite at step {here} (epoch {self.position.epoch + 1}), learning rate "
-                f"{self._share() * self.recipe.optim.lr:.3g}; {good}; try a lower optim.lr or optim.clip"
+                f"{self.share * self.recipe.optim.lr:.3g}; {good}; try a lower optim.lr or optim.clip"
             )
 
     def _loss(self) -> float:
