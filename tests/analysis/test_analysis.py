@@ -64,6 +64,9 @@ class TestAudit:
             (lambda x: torch.where(x > 0, x, 2 * x), None, None),
             (lambda x: torch.div(x, 2, rounding_mode="floor"), None, None),
             (lambda x: x.relu() * 0, None, None),
+            (lambda x: x.int().float(), None, None),
+            (lambda x: x.double() + 1, 1, 0),
+            (lambda x: torch.cat(torch.split(x, 1, dim=1), dim=1), 1, 0),
         ],
     )
     def test_degree_and_depth_of_plain_functions(self, function, degree, depth):

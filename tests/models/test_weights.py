@@ -44,9 +44,11 @@ def test_a_new_classifier_is_saved_too(model, tmp_path):
 
 
 def test_timm_loads_a_local_folder_and_the_hub(model, tmp_path, monkeypatch):
-    folder = ml.save(model, tmp_path / "hub", labels=list("abcdefghij"))
+    preprocessing = {"input_size": (1, 28, 28), "mean": (0.25,), "std": (0.5,)}
+    folder = ml.save(model, tmp_path / "hub", labels=list("abcdefghij"), preprocessing=preprocessing)
     image = torch.randn(1, 1, 28, 28)
     local = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    assert list(local.pretrained_cfg["mean"]) == [0.25]
     torch.testing.assert_close(local(image), model(image))
     # the layout of the hub's download cache, as if somebody had pulled the model before going offline
     cache = tmp_path / "cache"
@@ -110,6 +112,10 @@ class TestRefusals:
             '{"version": 99, "architecture": "monet_t", "arguments": {}}',
             '{"version": 1, "architecture": "resnet50", "arguments": {}}',
             '{"version": 1, "architecture": "monet_t", "arguments": {"evil": 1}}',
+            '{"version": 1, "architecture": "monet_t", "arguments": {"widths": "wide"}}',
+            '{"version": 1, "architecture": "monet_t", "arguments": {"depths": [1000000000]}}',
+            '{"version": 1, "architecture": "monet_t", "arguments": {"depths": [-3]}}',
+            '{"version": 1, "architecture": "monet_t", "arguments": {"depths": {}, "widths": [null]}}',
         ],
     )
     def test_damaged_header(self, tmp_path, header):

@@ -142,7 +142,8 @@ def _classify(node: Node, values: dict[Node, Value]) -> tuple[str, Value]:
     everything = [values[arg] for arg in node.all_input_nodes]
     joined = _join(everything)
     if name in LINEAR:
-        return "linear", joined
+        # a cast to integers rounds, whatever the operation is called
+        return ("linear", joined) if _is_floating(node) else ("other", Value(None, 0))
     if name in LINEAR_IN_FIRST:
         others = [arg for arg in node.all_input_nodes if arg is not node.args[0]]
         rounded = node.kwargs.get("rounding_mode") is not None
@@ -229,6 +230,12 @@ def _tensor(node: Any) -> Tensor:
 def _has_tensor(node: Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, Tensor) or (isinstance(value, list | tuple) and any(isinstance(v, Tensor) for v in value))
+
+
+def _is_floating(node: Node) -> bool:
+    value = node.meta["val"]
+    tensors = [value] if isinstance(value, Tensor) else [item for item in value if isinstance(item, Tensor)]
+    return all(tensor.is_floating_point() for tensor in tensors)
 
 
 def _is_bookkeeping(node: Node) -> bool:

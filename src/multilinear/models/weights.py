@@ -76,7 +76,14 @@ def save(
             raise MultilinearError("a folded model has no timm layout; save it as one .safetensors file")
         arguments = {key: value for key, value in model.config.items() if key != "num_classes"}
         named = {} if labels is None else {"label_names": list(labels)}
-        save_for_hf(model, str(path), model_config=named, model_args=arguments, safe_serialization=True)
+        described = model.pretrained_cfg
+        model.pretrained_cfg = {**described, **(preprocessing or {})}  # timm writes what it finds there
+        try:
+            save_for_hf(model, str(path), model_config=named, model_args=arguments, safe_serialization=True)
+        except OSError as error:
+            raise MultilinearError(f"could not write {path}: {error}") from error
+        finally:
+            model.pretrained_cfg = described
         return path
     header = {
         "version": FORMAT_VERSION,
@@ -137,17 +144,25 @@ def load(path: str | Path, model: nn.Module | None = None) -> nn.Module:
     if model is None:
         header = read_header(path)
         with torch.device("meta"):
-            _check_fit(path, _rebuild(header).state_dict())
-        model = _rebuild(header)
+            _check_fit(path, _rebuild(header, path).state_dict())
+        model = _rebuild(header, path)
     _refuse_pickle(path)
     _check_fit(path, model.state_dict())
     model.load_state_dict(load_file(path))
     return model.eval()
 
 
-def _rebuild(header: Mapping[str, Any]) -> nn.Module:
-    model = create(header["architecture"], **header["arguments"])
-    return fold(model) if header.get("folded") else model
+def _rebuild(header: Mapping[str, Any], path: Path) -> nn.Module:
+    """The network that a header describes. Whatever the header says, this ends soon and in one clear line."""
+    try:
+        with safe_open(path, "pt") as file:
+            tensors = len(list(file.keys()))
+        if sum(header["arguments"].get("depths", [])) > tensors:  # each block has several
+            raise MultilinearError("it asks for more blocks than the file has tensors")
+        model = create(header["architecture"], **header["arguments"])
+        return fold(model) if header.get("folded") else model
+    except Exception as error:  # arguments of a wrong type or size fail anywhere inside
+        raise MultilinearError(f"{path} has a header that describes no model of ours: {error}") from error
 
 
 def _check_fit(path: Path, expected: Mapping[str, Tensor]) -> None:

@@ -34,7 +34,7 @@ class Position:
 
     epoch: int = 0
     step: int = 0  # inside the epoch
-    best: float = -math.inf
+    best: float = -1.0  # below every accuracy and AUC
     best_epoch: int = -1
     loss_sum: float = 0.0  # of this epoch's steps so far
     seconds: float = 0.0
