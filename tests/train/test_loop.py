@@ -219,7 +219,10 @@ def test_a_run_is_not_overwritten_nor_resumed_with_another_recipe(tmp_path):
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
     recipe = small(optim={"lr": 1e30, "warmup_epochs": 0, "clip": 0.0, "ema": 0.0}, run={"select": "last"})
-    with pytest.raises(ml.MultilinearError, match=r"not finite at step \d+ \(epoch 1\), learning rate 1e\+30"):
+    with pytest.raises(
+        ml.MultilinearError,
+        match=r"not finite at step \d+ \(epoch 1\), learning rate (1e\+30|9\.\d+e\+29); nothing was saved",
+    ):
         train(recipe, out=tmp_path / "run", device="cpu")
 
 

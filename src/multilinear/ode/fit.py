@@ -92,9 +92,14 @@ def _levenberg_marquardt(
 ) -> tuple[Tensor, list[float]]:
     """Damped Gauss-Newton. A step that leads to larger or non-finite misses is not taken, and damping grows."""
     current = misses(vector)
+    for _ in range(30):  # a random start may blow up within a segment: begin with a slower field
+        if math.isfinite(_rms(current)):
+            break
+        vector = 0.7 * vector
+        current = misses(vector)
     losses = [_rms(current)]
     if not math.isfinite(losses[0]):
-        raise MultilinearError("the field blows up from its starting parameters; start from smaller ones")
+        raise MultilinearError("the field blows up within one segment, however small its parameters; look at the data")
     damping, rejected = 1e-2, 0
     for _ in range(iterations):
         with warnings.catch_warnings():
