@@ -11,6 +11,7 @@ from multilinear.evaluate import Predictor
 
 def test_demo_learns_and_leaves_a_report_and_weights(tmp_path):
     text = io.StringIO()
+    threads = torch.get_num_threads()
     accuracy = run_demo(tmp_path, epochs=12, seed=0, console=Console(file=text, width=100))
     assert accuracy > 0.95
     page = (tmp_path / "report.html").read_text()
@@ -23,7 +24,7 @@ def test_demo_learns_and_leaves_a_report_and_weights(tmp_path):
     predictor = Predictor(tmp_path / "digits.safetensors")
     samples = sorted(tmp_path.glob("digit-*.png"))
     assert len(samples) == 3
-    assert torch.get_num_threads() > 0
+    assert torch.get_num_threads() == threads
     labels = load_dataset("digits").test.labels
     right = sum(int(predictor(path).labels[0]) == labels[int(path.stem.split("-")[2])] for path in samples)
     assert right >= 2

@@ -18,7 +18,7 @@ import multilinear as ml
 from multilinear.data import ArrayData, Split, save_npz
 from multilinear.models import read_header
 from multilinear.train import Recipe, train
-from multilinear.train.checkpoint import read_checkpoint
+from multilinear.train.checkpoint import read_checkpoint, write_checkpoint
 
 SMALL = {
     "model": {"name": "monet_micro", "arguments": {"patches": [1], "depths": [1], "drop_path_rate": 0.1}},
@@ -114,6 +114,7 @@ def test_twenty_kills_lose_no_checkpoint_and_change_no_bit(tmp_path):
         time.sleep(generator.uniform(0.05, 1.2))
         if not child.is_alive():  # it got to the end: begin again, so that all kills hit a run
             child.join()
+            assert child.exitcode == 0
             for path in out.rglob("*"):
                 if path.is_file():
                     path.unlink()
@@ -151,19 +152,19 @@ def die_in_the_middle_of_a_write(recipe, out):
     run_in_child(recipe, out)
 
 
+def allow_a_second_epoch(last):
+    """Rewrite a finished one-epoch checkpoint as one of a two-epoch run; returns its bytes."""
+    state, header = read_checkpoint(last)
+    header.pop("version")
+    header["recipe"]["run"]["epochs"] = 2
+    write_checkpoint(last, state, header)
+    return last.read_bytes()
+
+
 def test_a_kill_during_the_write_leaves_the_checkpoint_before(tmp_path):
     out = tmp_path / "run"
     run_to_the_end(small(run={"epochs": 1}), out)
-    before = (out / "last.safetensors").read_bytes()
-    (out / "recipe.yaml").unlink()
-    header = read_checkpoint(out / "last.safetensors")[1]
-    header["recipe"]["run"]["epochs"] = 2
-    from multilinear.train.checkpoint import write_checkpoint
-
-    state, _ = read_checkpoint(out / "last.safetensors")
-    header.pop("version")
-    write_checkpoint(out / "last.safetensors", state, header)
-    before = (out / "last.safetensors").read_bytes()
+    before = allow_a_second_epoch(out / "last.safetensors")
     child = CONTEXT.Process(target=die_in_the_middle_of_a_write, args=(small(run={"epochs": 2}), out))
     child.start()
     child.join(60)
@@ -186,13 +187,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
     out = tmp_path / "run"
     run_to_the_end(small(run={"epochs": 1}), out)
     last = out / "last.safetensors"
-    state, header = read_checkpoint(last)
-    header.pop("version")
-    header["recipe"]["run"]["epochs"] = 2
-    from multilinear.train.checkpoint import write_checkpoint
-
-    write_checkpoint(last, state, header)
-    before = last.read_bytes()
+    before = allow_a_second_epoch(last)
     errors = CONTEXT.Queue()
     recipe = small(run={"epochs": 2})
     child = CONTEXT.Process(target=fill_the_disk, args=(recipe, out, len(before) // 2, errors))
@@ -235,6 +230,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
         ({"run": {"batch_size": 5000}}, "run.batch_size 5000 is larger than the 1437 training images"),
         ({"data": {"name": "digitss"}}, "digitss"),
         ({"data": {"name": "folder"}}, "say which with --data DIR"),
+        ({"run": {"select": "best"}}, "need a validation split, which digits has not; set data.hold_out"),
+        ({"run": {"patience": 3, "evaluate_every": 0}}, "need run.evaluate_every of 1 or more"),
         ({"model": {"name": "resnet18", "arguments": {}}}, "training takes the models of this library"),
     ],
 )

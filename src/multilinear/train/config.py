@@ -117,6 +117,8 @@ class Recipe:
             raise MultilinearError(
                 f"run.batch_size {self.run.batch_size} is not divisible by run.accumulate {self.run.accumulate}"
             )
+        if (self.run.select == "best" or self.run.patience) and self.run.evaluate_every < 1:
+            raise MultilinearError("run.select 'best' and run.patience need run.evaluate_every of 1 or more")
         if self.run.select == "ema" and self.optim.ema == 0:
             raise MultilinearError("run.select is 'ema' but optim.ema is 0; set optim.ema to a decay such as 0.999")
 

@@ -52,6 +52,11 @@ class Run:
         self.cuda = self.device.type == "cuda"
         torch.manual_seed(recipe.run.seed)
         self.batches: Batches = open_batches(recipe, data, processes)
+        if (recipe.run.select == "best" or recipe.run.patience) and not self.batches.has_validation:
+            raise MultilinearError(
+                f"run.select 'best' and run.patience need a validation split, which {recipe.data.name} has not; "
+                "set data.hold_out to a number of training images"
+            )
         self.model = self._build_model()
         torch.manual_seed(recipe.run.seed + 1 + processes.rank)  # same weights everywhere, different augmentation
         if self.cuda:
