@@ -176,9 +176,9 @@ def train(
     found = run(recipe, out=out, data=data, resume=resume, changes=changes, device=device, console=shown)
     if json:
         numbers = {"top1": found.test.top1, "auc": found.test.auc, "nll": found.test.nll, "seconds": found.seconds}
-        return _print_json({"folder": str(found.folder), "weights": str(found.weights), "test": numbers})
+        return _print_json({"folder": str(found.folder), "weights": str(found.weights), found.tested_on: numbers})
     if int(os.environ.get("RANK", "0")) == 0:
-        console.print(f"test: {found.test}", soft_wrap=True)
+        console.print(f"{found.tested_on}: {found.test}", soft_wrap=True)
         console.print(f"report: {found.report}\nweights: {found.weights}", soft_wrap=True)
     return None
 

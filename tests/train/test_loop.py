@@ -308,6 +308,10 @@ def test_training_goes_on_past_broken_files_and_names_them(tmp_path, capsys):
     page = result.report.read_text()
     assert all(f"broken-0{i}.png" in page for i in range(3))
     assert read_header(result.weights)["labels"] == ["blue", "red"]
+    # no test images: what was looked at in training is not called a test
+    assert result.tested_on == "val"
+    assert "Validation split" in page
+    assert "judged once" not in page
 
 
 def test_mostly_broken_data_stops_the_run(tmp_path):

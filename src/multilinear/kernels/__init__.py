@@ -26,6 +26,7 @@ def fused_for(x: Tensor) -> bool:
     >>> fused_for(torch.zeros(1))
     False
     """
+    # torch 2.11 says "exporting" whenever it compiles, so ask for that first
     return (
         _enabled
         and x.is_cuda

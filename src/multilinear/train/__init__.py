@@ -26,6 +26,7 @@ class Result:
     report: Path
     history: list[Row]
     test: Evaluation
+    tested_on: str  # "test", or "val" where an image folder has no test images
     seconds: float
     first_step_seconds: float
 
@@ -55,12 +56,8 @@ def train(
     >>> len(result.history), result.weights.name
     (1, 'model.safetensors')
     """
-    if isinstance(recipe, Recipe):
-        loaded, name = recipe, recipe.data.name
-        loaded.check()
-    else:
-        loaded = load_recipe(recipe, changes)
-        name = "run" if isinstance(recipe, dict) else Path(recipe).stem
+    loaded = load_recipe(recipe, changes)
+    name = Path(recipe).stem if isinstance(recipe, str | Path) else loaded.data.name
     folder = Path(out) if out is not None else Path("runs") / f"{name}-seed{loaded.run.seed}"
     with join(device) as processes:
         run = Run(loaded, folder, None if data is None else Path(data), processes, console)
@@ -72,14 +69,17 @@ def train(
             run.restore(best)
         with run.averaged(select == "ema"):
             run.collect()
-            test = run.score("test")
+            test = run.score(run.batches.final_split)
             weights, report = folder / "model.safetensors", folder / "report.html"
             run.export(weights)
             if processes.is_main:
-                write_run_report(report, run.recipe, run.history, test, run.batches.classes, run.batches.broken())
+                write_run_report(report, run.recipe, run.history, test, run.batches)
         broken = run.batches.broken()
         if broken and processes.is_main:
             target = console or Console(stderr=True)
             target.print(f"{len(broken)} image files could not be read and were left out: {', '.join(broken[:10])}")
         processes.barrier()
-        return Result(folder, weights, report, run.history, test, run.position.seconds, run.first_step_seconds)
+        return Result(
+            folder, weights, report, run.history, test, run.batches.final_split, run.position.seconds,
+            run.first_step_seconds,
+        )  # fmt: skip

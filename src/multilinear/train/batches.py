@@ -27,6 +27,7 @@ class Batches(Protocol):
     steps: int  # of one epoch
     fixed: bool  # same shape and dtype every time, on the device: a step can be captured
     has_validation: bool
+    final_split: str  # judged at the end: "test", or "val" where there are no test images
 
     def epoch(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This process's share of the batches of an epoch, from step `start` on."""
@@ -54,6 +55,11 @@ def open_batches(recipe: Recipe, folder: Path | None, processes: Processes) -> B
     >>> batches.channels, len(batches.classes)
     (1, 10)
     """
+    if recipe.run.batch_size % (processes.world * recipe.run.accumulate):
+        raise MultilinearError(
+            f"run.batch_size {recipe.run.batch_size} must be divisible by processes x accumulate, "
+            f"{processes.world} x {recipe.run.accumulate}"
+        )
     if recipe.data.name == "folder":
         if folder is None:
             raise MultilinearError("the recipe trains on an image folder: say which with --data DIR")
@@ -73,6 +79,7 @@ class ArrayBatches:
     """A small data set, whole on the device as uint8. An epoch's order depends on the seed and its number alone."""
 
     fixed = True
+    final_split = "test"
 
     def __init__(self, data: ArrayData, recipe: Recipe, processes: Processes) -> None:
         self.data, self.processes, self.seed = data, processes, recipe.run.seed
@@ -83,11 +90,6 @@ class ArrayBatches:
         self.batch, self.share = recipe.run.batch_size, recipe.run.batch_size // processes.world
         self.steps = len(self.labels) // self.batch
         self.has_validation = data.val is not None
-        if self.batch % (processes.world * recipe.run.accumulate):
-            raise MultilinearError(
-                f"run.batch_size {self.batch} must be divisible by processes x accumulate, "
-                f"{processes.world} x {recipe.run.accumulate}"
-            )
         if self.steps < 1:
             raise MultilinearError(
                 f"run.batch_size {self.batch} is larger than the {len(self.labels)} training images of {data.name}"
@@ -148,10 +150,13 @@ class FolderBatches:
             auto_augment=policy[recipe.augment.policy], **options,
         )  # fmt: skip
         options["distributed"] = False
-        self.scored = {"val": self.info.val, "test": self.info.test or self.info.val}
-        self.loaders = {
+        self.splits = {"train": self.info.train, "val": self.info.val}
+        if self.info.test is not None:
+            self.splits["test"] = self.info.test
+        self.final_split = "test" if "test" in self.splits else "val"
+        self.loaders = {  # each split as the network sees it at inference
             split: folder_loader(images, side, share, training=False, **options)
-            for split, images in self.scored.items()
+            for split, images in self.splits.items()
         }
         self.steps = len(self.loader)
 
@@ -165,7 +170,7 @@ class FolderBatches:
 
     def clean(self, limit: int) -> Iterator[Tensor]:
         seen = 0
-        for images, _ in self.loaders["val"]:
+        for images, _ in self.loaders["train"]:
             yield images.to(self.processes.device)
             seen += len(images)
             if seen >= limit:
@@ -180,8 +185,7 @@ class FolderBatches:
         return Evaluation.from_logits(*found.gather(distributed=False))
 
     def broken(self) -> list[str]:
-        folders = {id(images): images for images in (self.info.train, *self.scored.values())}
-        return sorted({name for images in folders.values() for name in images.broken()})
+        return sorted({name for images in self.splits.values() for name in images.broken()})
 
     def check(self, limit: float) -> None:
         self.info.train.check(limit)

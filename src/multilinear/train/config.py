@@ -145,15 +145,15 @@ def find_recipe(name: str) -> Path:
 _FOLDERS = (Path(__file__).parents[1] / "recipes", Path(__file__).parents[3] / "recipes")
 
 
-def load_recipe(source: str | Path | dict[str, Any], changes: Sequence[str] = ()) -> Recipe:
+def load_recipe(source: str | Path | dict[str, Any] | Recipe, changes: Sequence[str] = ()) -> Recipe:
     """Read and check a recipe, with `changes` such as `"optim.lr=0.01"` on top.
 
     >>> load_recipe({"run": {"epochs": 3}}, ["optim.lr=1e-2"]).optim.lr
     0.01
     """
-    values: Any = source
+    values: Any = source.as_dict() if isinstance(source, Recipe) else source
     where = "recipe"
-    if not isinstance(source, dict):
+    if isinstance(source, str | Path):
         path = find_recipe(str(source))
         where = path.name
         try:
@@ -195,8 +195,8 @@ def _build(kind: Any, values: Any, where: str, prefix: str) -> Any:
         path = f"{prefix}.{name}" if prefix else str(name)
         if name not in hints:
             close = difflib.get_close_matches(str(name), hints, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise MultilinearError(f"{where}: unknown field {path!r}{hint} Known: {', '.join(hints)}")
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise MultilinearError(f"{where}: unknown field {path!r}{hint}; known: {', '.join(hints)}")
         expected = hints[name]
         if dataclasses.is_dataclass(expected):
             arguments[name] = _build(expected, value, where, path)

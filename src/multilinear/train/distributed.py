@@ -12,6 +12,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from multilinear.layers import PolyBlock
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -89,7 +91,7 @@ def spread(model: nn.Module, processes: Processes, fsdp: bool) -> nn.Module:
         from torch.distributed.fsdp import fully_shard
 
         for module in model.modules():
-            if type(module).__name__ == "PolyBlock":
+            if isinstance(module, PolyBlock):
                 fully_shard(module)
         fully_shard(model)
         return model

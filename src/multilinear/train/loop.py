@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import yaml
 from rich.console import Console
-from torch import nn
 
 from multilinear.errors import MultilinearError
 from multilinear.evaluate import Evaluation
@@ -234,7 +233,7 @@ class Run:
 
     def averaged(self, wanted: bool = True) -> "_Averaged":
         """The averaged weights in the model inside, its own again after."""
-        return _Averaged(self.model, self.step.average if wanted else None)
+        return _Averaged(self.step.average if wanted else None)
 
     def collect(self) -> None:
         """Statistics of batch norms from clean training images, where the recipe wants them."""
@@ -283,7 +282,7 @@ class Run:
 
 
 class _Averaged:
-    def __init__(self, model: nn.Module, average: Average | None) -> None:
+    def __init__(self, average: Average | None) -> None:
         self.average = average
         self.backup: list[torch.Tensor] = []
 
