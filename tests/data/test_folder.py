@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from multilinear.data.folder import TolerantFolder, find_splits, folder_loader, folder_loaders, open_folder
+from multilinear.data.folder import TolerantFolder, find_splits, folder_loader, open_folder
 from multilinear.errors import MultilinearError
 
 
@@ -191,11 +191,20 @@ def test_splits_must_have_the_same_classes(tmp_path):
         open_folder(tmp_path)
 
 
+def both_loaders(root, image_size, batch_size, *, mean=(0.5,) * 3, val_size=0.1, **options):
+    info = open_folder(root, channels=len(mean), val_size=val_size)
+    train, val = (
+        folder_loader(images, image_size, batch_size, training=training, mean=mean, **options)
+        for images, training in ((info.train, True), (info.val, False))
+    )
+    return train, val, info
+
+
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("auto_augment", [None, "rand-m9-mstd0.5-inc1", "augmix-m3-w3", "3a"])
 def test_loaders(tmp_path, channels, auto_augment):
     mean = (0.5,) * channels
-    train, val, info = folder_loaders(
+    train, val, info = both_loaders(
         fill(tmp_path, count=10), 16, 6, mean=mean, std=mean, workers=0, auto_augment=auto_augment, erase=1.0
     )
     for batch, labels in train:
@@ -207,7 +216,7 @@ def test_loaders(tmp_path, channels, auto_augment):
 
 
 def test_training_order_follows_the_seed(tmp_path):
-    train, _, _ = folder_loaders(fill(tmp_path, count=20), 8, 4, workers=2, erase=0.5)
+    train, _, _ = both_loaders(fill(tmp_path, count=20), 8, 4, workers=2, erase=0.5)
     runs = []
     for seed in (0, 0, 1):
         torch.manual_seed(seed)
@@ -231,4 +240,4 @@ def test_training_order_follows_the_seed(tmp_path):
 def test_bad_options(tmp_path, options, message):
     fill(tmp_path)
     with pytest.raises(MultilinearError, match=message):
-        folder_loaders(tmp_path, **{"image_size": 8, "batch_size": 4, "val_size": 0.2, "workers": 0, **options})
+        both_loaders(tmp_path, **{"image_size": 8, "batch_size": 4, "val_size": 0.2, "workers": 0, **options})

@@ -2,7 +2,7 @@
 
 from multilinear.data.arrays import ArrayData, Split, channel_statistics, hold_out, load_npz, save_npz
 from multilinear.data.catalog import DATASET_NAMES, class_names
-from multilinear.data.folder import FolderInfo, TolerantFolder, folder_loader, folder_loaders, open_folder
+from multilinear.data.folder import FolderInfo, TolerantFolder, folder_loader, open_folder
 from multilinear.data.images import open_image
 from multilinear.data.sources import load_dataset
 
@@ -15,7 +15,6 @@ __all__ = [
     "channel_statistics",
     "class_names",
     "folder_loader",
-    "folder_loaders",
     "hold_out",
     "load_dataset",
     "load_npz",

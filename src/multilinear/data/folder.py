@@ -233,36 +233,6 @@ def folder_loader(
     )
 
 
-def folder_loaders(
-    root: str | Path,
-    image_size: int,
-    batch_size: int,
-    *,
-    mean: tuple[float, ...] = IMAGENET_MEAN,
-    val_size: float = 0.1,
-    seed: int = 0,
-    **options: Any,
-) -> tuple[DataLoader[Any], DataLoader[Any], FolderInfo]:
-    """Loaders for training and validation on `root`, and what they read; `options` as for `folder_loader`.
-
-    >>> import tempfile
-    >>> root = Path(tempfile.mkdtemp())
-    >>> for name in ("cat", "dog"):
-    ...     (root / name).mkdir()
-    ...     for i in range(5):
-    ...         Image.new("RGB", (8, 8)).save(root / name / f"{i}.png")
-    >>> train, val, info = folder_loaders(root, 16, 4, val_size=0.2, workers=0, auto_augment="rand-m9-mstd0.5-inc1")
-    >>> len(train), len(val), info.classes
-    (2, 1, ['cat', 'dog'])
-    """
-    info = open_folder(root, channels=len(mean), val_size=val_size, seed=seed)
-    train, val = (
-        folder_loader(images, image_size, batch_size, training=training, mean=mean, **options)
-        for images, training in ((info.train, True), (info.val, False))
-    )
-    return train, val, info
-
-
 def _scan(root: Path) -> tuple[list[str], list[str], np.ndarray]:
     """Class names, then every image file in a fixed order with its label."""
     classes = _folders(root)
