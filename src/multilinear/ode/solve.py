@@ -5,15 +5,20 @@ modified midpoint with 2, 4, 6, ... substeps, combined to order 2k (Bulirsch and
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
-Field = Callable[[Tensor], Tensor]
+Array = TypeVar("Array", Tensor, NDArray[np.float64])
 SEQUENCE = (2, 4, 6, 8, 10)
 
 
-def flow(field: Field, state: Tensor, duration: Tensor, steps: int = 4) -> Tensor:
-    """States (..., d) after `duration` (...,), in `steps` steps of order 10.
+def flow(
+    field: Callable[[Array], Array], state: Array, duration: Array, steps: int = 4, rows: int = len(SEQUENCE)
+) -> Array:
+    """States (..., d) after `duration` (...,), in `steps` steps of order 2 * `rows`.
 
     >>> import torch
     >>> end = flow(lambda x: -x, torch.ones(1, 1, dtype=torch.float64), torch.ones(1, dtype=torch.float64))
@@ -22,23 +27,23 @@ def flow(field: Field, state: Tensor, duration: Tensor, steps: int = 4) -> Tenso
     """
     step = (duration / steps)[..., None]
     for _ in range(steps):
-        state = _extrapolated(field, state, step)
+        state = _extrapolated(field, state, step, SEQUENCE[:rows])
     return state
 
 
-def _extrapolated(field: Field, state: Tensor, step: Tensor) -> Tensor:
+def _extrapolated(field: Callable[[Array], Array], state: Array, step: Array, counts: tuple[int, ...]) -> Array:
     slope = field(state)
-    table: list[Tensor] = []
-    for count in SEQUENCE:
+    table: list[Array] = []
+    for count in counts:
         row = [_midpoint(field, state, slope, step, count)]
         for j, previous in enumerate(table):
-            ratio = (count / SEQUENCE[len(table) - 1 - j]) ** 2
+            ratio = (count / counts[len(table) - 1 - j]) ** 2
             row.append(row[j] + (row[j] - previous) / (ratio - 1))
         table = row
     return table[-1]
 
 
-def _midpoint(field: Field, state: Tensor, slope: Tensor, step: Tensor, count: int) -> Tensor:
+def _midpoint(field: Callable[[Array], Array], state: Array, slope: Array, step: Array, count: int) -> Array:
     h = step / count
     before, now = state, state + h * slope
     for _ in range(count - 1):

@@ -1,0 +1,328 @@
+"""`discover(t, X)`: the polynomial law behind measured trajectories, with intervals, alternatives and a plain verdict."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import sympy
+from matplotlib.figure import Figure
+from scipy.stats import t as student
+
+from multilinear.errors import MultilinearError, check_choice
+from multilinear.ode import invariants
+from multilinear.ode.law import Interval, Law, find_term
+from multilinear.ode.library import Library, Terms
+from multilinear.ode.pipeline import Pipeline, Progress
+from multilinear.ode.polynomial import Floats, Polynomial
+from multilinear.ode.select import Candidate, Search
+from multilinear.ode.series import Series, Units, as_list, check_data, make_series, natural_units, thin
+from multilinear.ode.verdict import alternatives, judge
+
+STRONG = 6.0  # difference of the criterion that speaks for a higher degree
+HIGHEST = {1: 5, 2: 4, 3: 3}  # degree tried with "auto", by the number of states; 2 for more states
+
+
+class PolynomialODE:
+    """Find dx/dt as polynomials in the states, from noisy, irregular, incomplete measurements.
+
+    Args:
+        degree: highest degree of a term; "auto" tries 2 and up.
+        names: of the states; x, y, z or x1, x2, ... if not given.
+        inputs: names of the inputs that `fit` gets.
+        order: 2 if states are positions: each gets its velocity as a further, unmeasured state.
+        noise: "additive", or "log" for positive states with relative errors.
+        populations: each rate is proportional to its own state, as for living things.
+        positive: no term may push a state at zero below zero.
+        fix: known coefficients, such as {"x": {"y": 1.0}} for dx/dt = y + ...
+        forbid: terms that an equation must not have, such as {"x": ["1", "x*y"]}.
+        conserve: look for sums of states that stay constant, and use them.
+
+    >>> t = np.linspace(0, 4, 40)
+    >>> x = np.stack([np.cos(2 * t), -2 * np.sin(2 * t)], axis=1)
+    >>> model = PolynomialODE(degree=2, names=("x", "v")).fit(t, x)
+    >>> model.print()
+    dx/dt = 1.0*v
+    dv/dt = -4.0*x
+    """
+
+    def __init__(
+        self,
+        degree: int | Literal["auto"] = "auto",
+        *,
+        names: Sequence[str] | None = None,
+        inputs: Sequence[str] = (),
+        order: int = 1,
+        noise: str = "additive",
+        populations: bool = False,
+        positive: bool = False,
+        fix: Mapping[str, Mapping[str, float]] | None = None,
+        forbid: Mapping[str, Sequence[str]] | None = None,
+        conserve: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        if degree != "auto" and not 1 <= int(degree) <= 8:
+            raise MultilinearError(f"degree must be from 1 to 8, or 'auto'; got {degree}")
+        if order not in (1, 2):
+            raise MultilinearError(f"order must be 1 or 2, got {order}")
+        self.degree, self.order, self.noise_model = degree, order, check_choice("noise", noise, ("additive", "log"))
+        if order == 2 and (noise == "log" or populations):
+            raise MultilinearError("order 2 is for positions, which are neither populations nor of log noise")
+        self.names, self.inputs = tuple(names) if names else None, tuple(inputs)
+        self.populations, self.positive, self.conserve = populations, positive, conserve
+        self.fix, self.forbid = dict(fix or {}), dict(forbid or {})
+        self.progress = progress or (lambda _: None)
+        self._law: Law | None = None
+
+    def fit(self, t: Any, X: Any, inputs: Any = None) -> "PolynomialODE":
+        """Find the law. One trajectory (n,), (n, d), or a list of each; NaN where nothing was measured."""
+        times, states = as_list(t), [x[:, None] if x.ndim == 1 else x for x in as_list(X)]
+        forced = None if inputs is None else [u[:, None] if u.ndim == 1 else u for u in as_list(inputs)]
+        names = self._names(states, forced)
+        check_data(times, states, forced, names, self.noise_model == "log")
+        times, states, forced = thin(times, states, forced)
+        self.data = (times, states, forced)
+        self.measured = names
+        relation = None
+        if self.conserve and self.order == 1 and not self.fix and not self.forbid and forced is None:
+            relation = invariants.linear_relation(times, states)
+        if relation is not None and self.noise_model == "additive":
+            self.relation: invariants.Relation | None = relation
+            self._fit_related(times, states, names, relation)
+        else:
+            self.relation = None
+            self._fit(times, states, forced, names)
+        return self
+
+    def _names(self, states: Sequence[Floats], forced: Sequence[Floats] | None) -> tuple[str, ...]:
+        width = states[0].shape[1] if states[0].ndim == 2 else 0
+        names = self.names or (("x", "y", "z")[:width] if width <= 3 else tuple(f"x{k + 1}" for k in range(width)))
+        if len(names) != width or len(set(names)) != width:
+            raise MultilinearError(f"{len(names)} names for {width} states; give a different name to each")
+        count = 0 if forced is None else forced[0].shape[1]
+        if count and not self.inputs:
+            self.inputs = tuple(f"u{k + 1}" for k in range(count))
+        if len(self.inputs) != count:
+            raise MultilinearError(f"{len(self.inputs)} names for {count} inputs")
+        for name in (*names, *self.inputs):
+            if not name.isidentifier():
+                raise MultilinearError(f"{name!r} cannot name a variable; use letters, digits and _")
+        return tuple(names)
+
+    def _fit(
+        self, times: list[Floats], states: list[Floats], forced: list[Floats] | None, names: tuple[str, ...]
+    ) -> None:
+        slopes_of = {}
+        if self.order == 2:
+            d = len(names)
+            slopes_of = {d + j: j for j in range(d)}
+            names = names + tuple(f"v_{name}" for name in names)
+            states = [np.hstack([x, np.full_like(x, np.nan)]) for x in states]
+        units = natural_units(times, states, forced, slopes_of)
+        series = [
+            make_series(t, x, None if forced is None else forced[k], units)
+            for k, (t, x) in enumerate(zip(times, states, strict=True))
+        ]
+        d = len(names)
+        best: tuple[Candidate, Pipeline] | None = None
+        worse = 0
+        for degree in self._degrees(len(names)):
+            library = Library(d, degree, len(self.inputs))
+            allowed, fixed = self._terms(library, names, units, slopes_of)
+            measured = sum(int(np.isfinite(x).sum()) for x in states)
+            if best is not None and allowed.sum() > 0.45 * measured:
+                break  # more terms than the data could tell apart
+            log = self.noise_model == "log"
+            pipeline = Pipeline(series, library, allowed, fixed, log=log, slopes_of=slopes_of)
+            if self.positive:
+                own = np.stack([library.exponents[:, j] > 0 for j in range(d)])
+                pipeline.search.nonnegative = ~own
+            found = pipeline.run(self.progress, best[0] if best else None)
+            self.progress(
+                f"degree {degree}: {found.size} terms, criterion {found.criterion:.1f}, {pipeline.search.shooting.counter[0]} evaluations"
+            )
+            if best is None or found.criterion < best[0].criterion - STRONG:
+                best, worse = (found, pipeline), 0
+            else:
+                worse += 1
+            if pipeline.search.exact(best[0]) or (worse and judge(*best).explained):
+                break
+        assert best is not None
+        self._keep(best[0], best[1], units, names, series)
+
+    def _degrees(self, states: int) -> list[int]:
+        if self.degree != "auto":
+            return [int(self.degree)]
+        return list(range(2, HIGHEST.get(states, 2) + 1))
+
+    def _terms(
+        self, library: Library, names: tuple[str, ...], units: Units, slopes_of: Mapping[int, int]
+    ) -> tuple[Terms, Floats]:
+        """Which terms may be found, and the coefficients that are given, in natural units."""
+        place = {tuple(row): k for k, row in enumerate(library.exponents.tolist())}
+        allowed = np.ones((library.states, len(library)), dtype=bool)
+        given = np.zeros(allowed.shape)
+        if self.populations:
+            allowed &= np.stack([library.exponents[:, j] > 0 for j in range(library.states)])
+        everything = (*names, *self.inputs)
+        for equation, terms in self.forbid.items():
+            for term in terms:
+                exponents = find_term(term, everything)
+                if exponents in place:
+                    allowed[self._equation(equation, names), place[exponents]] = False
+        for slope, state in slopes_of.items():
+            allowed[state] = False
+            given[state, place[tuple(int(k == slope) for k in range(library.variables))]] = 1.0
+        for equation, values in self.fix.items():
+            row = self._equation(equation, names)
+            for term, value in values.items():
+                exponents = find_term(term, everything)
+                if exponents not in place:
+                    raise MultilinearError(f"the fixed term {term!r} has a degree above {library.degree}")
+                allowed[row, place[exponents]] = False
+                given[row, place[exponents]] = value
+        return allowed, units.to_natural(given, library.exponents)
+
+    def _equation(self, name: str, names: tuple[str, ...]) -> int:
+        return names.index(check_choice("state", name, names))
+
+    def _keep(
+        self, best: Candidate, pipeline: Pipeline, units: Units, names: tuple[str, ...], series: list[Series]
+    ) -> None:
+        solution, search, library = best.solution, pipeline.search, pipeline.library
+        exponents = library.exponents
+        kept = best.terms | (pipeline.fixed != 0)
+        table = units.to_data(np.where(kept, solution.coefficients, 0.0), exponents)
+        highest = int(exponents[kept.any(0)].sum(1).max(initial=0)) if kept.any() else 0
+        polynomial = Polynomial(library.variables, library.degree, table)
+        firsts = np.cumsum([0, *(len(rows) for rows in pipeline.starts[:-1])])
+        self.starts = [solution.states[k] * units.states for k in firsts]
+        largest = np.abs(np.concatenate([curve.states for curve in pipeline.smoothed])).max(0)
+        largest = np.maximum(largest, 1e-6) * units.states
+        intervals = _intervals(best, search, units, exponents)
+        self._law = Law(names, self.inputs, polynomial, intervals, largest)
+        self.degree_found = highest
+        spread = search.noise_of(solution)
+        scale = np.ones(len(names)) if self.noise_model == "log" else units.states
+        self.noise = {name: float(spread[j] * scale[j]) for j, name in enumerate(names) if name in self.measured}
+        self.verdict = judge(best, pipeline)
+        self.alternatives = alternatives(best, search, units, Law(names, self.inputs, polynomial, (), largest))
+
+    def _fit_related(
+        self, times: list[Floats], states: list[Floats], names: tuple[str, ...], relation: invariants.Relation
+    ) -> None:
+        """Fit without one of the states that a conserved sum ties together, each in turn; keep the shortest law."""
+        outcomes = []
+        for gone in relation.members():
+            kept = [j for j in range(len(names)) if j != gone]
+            options: dict[str, Any] = {"positive": self.positive, "progress": self.progress, "conserve": False}
+            part = PolynomialODE(self.degree, names=[names[j] for j in kept], **options)
+            part.fit(times, [x[:, kept] for x in states])
+            forbid = invariants.other_terms(part.law, relation, gone, names)
+            whole = PolynomialODE(part.polynomial.degree, names=names, forbid=forbid, **options)
+            outcomes.append(whole.fit(times, states))
+        best = min(outcomes, key=lambda one: (not one.verdict.explained, len(one.intervals), -one.verdict.r2))
+        for field in ("_law", "starts", "verdict", "degree_found", "alternatives", "noise"):
+            setattr(self, field, getattr(best, field))
+
+    @property
+    def law(self) -> Law:
+        if self._law is None:
+            raise MultilinearError("nothing was fitted yet; call fit(t, X) first")
+        return self._law
+
+    @property
+    def polynomial(self) -> Polynomial:
+        return self.law.polynomial
+
+    @property
+    def equations(self) -> dict[str, sympy.Expr]:
+        """Right-hand sides by the states' names."""
+        return self.law.equations()
+
+    @property
+    def intervals(self) -> tuple[Interval, ...]:
+        """One row a coefficient: equation, exponents, estimate, and the ends of its 95% interval."""
+        return self.law.intervals
+
+    def predict(self, t: Any, x0: Any = None, inputs: Any = None) -> Floats:
+        """States (n, d) at times `t` from `x0` at the first of them, or from the first trajectory's fitted start."""
+        times = np.asarray(t, np.float64)
+        if times.ndim != 1 or len(times) == 0 or not np.isfinite(times).all() or (np.diff(times) <= 0).any():
+            raise MultilinearError("predict needs increasing, finite times")
+        start = np.asarray(self.starts[0] if x0 is None else x0, np.float64).reshape(-1)
+        if len(start) != len(self.law.names):
+            raise MultilinearError(f"x0 must have {len(self.law.names)} values, for {', '.join(self.law.names)}")
+        forced = None if inputs is None else np.asarray(inputs, np.float64).reshape(len(times), -1)
+        if (forced is None) != (not self.inputs):
+            raise MultilinearError("predict needs inputs exactly where fit had them")
+        if x0 is None and times[0] != self.data[0][0][0]:
+            begin = np.concatenate([[self.data[0][0][0]], times])
+            if forced is None and times[0] > begin[0]:
+                return self.law.solve(begin, start)[1:]
+            raise MultilinearError("say x0: the times do not start where the data do")
+        return self.law.solve(times, start, forced)
+
+    def score(self, t: Any = None, X: Any = None, inputs: Any = None) -> float:
+        """R2 of solutions from the fitted starts, mean over states; of new data, from their own first row."""
+        if t is None:
+            times, states, forced = self.data
+            starts = self.starts
+        else:
+            times, states = as_list(t), as_list(X)
+            forced = None if inputs is None else as_list(inputs)
+            starts = [x[0] for x in states]
+        try:
+            found = [
+                self.law.solve(one, start, None if forced is None else forced[k])
+                for k, (one, start) in enumerate(zip(times, starts, strict=True))
+            ]
+        except MultilinearError:
+            return -math.inf
+        stacked, model = np.concatenate(states), np.concatenate(found)[:, : states[0].shape[1]]
+        if self.noise_model == "log":
+            stacked, model = np.log(stacked), np.log(np.maximum(model, 1e-300))
+        total = np.nansum((stacked - np.nanmean(stacked, 0)) ** 2, 0)
+        return float(np.mean(1 - np.nansum((stacked - model) ** 2, 0) / np.maximum(total, 1e-300)))
+
+    def print(self) -> None:
+        """Show the equations."""
+        print(self.law.text())  # noqa: T201  # what a user asks for by this name
+
+    def to_latex(self) -> str:
+        return self.law.to_latex()
+
+    def to_function(self) -> Any:
+        return self.law.to_function()
+
+    def plot(self) -> Figure:
+        """Data with the fitted trajectories."""
+        from multilinear.ode.figures import draw_fit
+
+        return draw_fit(self)
+
+
+def _intervals(best: Candidate, search: Search, units: Units, exponents: Any) -> tuple[Interval, ...]:
+    solution = best.solution
+    freedom = max(1, search.samples - best.size - solution.states.shape[1])
+    wide = float(student.ppf(0.975, freedom)) * math.sqrt(search.samples / freedom)
+    # the fit was weighted with the noise it found, so the covariance is in the right units
+    errors = np.zeros(solution.active.shape)
+    errors[solution.active] = np.sqrt(np.maximum(np.diag(solution.covariance()), 0.0)) * wide
+    values, errors = (units.to_data(part, exponents) for part in (solution.coefficients, errors))
+    rows = zip(*np.nonzero(solution.active), strict=True)
+    return tuple(
+        Interval(int(j), tuple(exponents[k].tolist()), float(values[j, k]), float(values[j, k] - errors[j, k]),
+                 float(values[j, k] + errors[j, k])) for j, k in rows
+    )  # fmt: skip
+
+
+def discover(t: Any, X: Any, **options: Any) -> PolynomialODE:
+    """`PolynomialODE(**options).fit(t, X)`.
+
+    >>> t = np.linspace(0, 3, 30)
+    >>> discover(t, np.exp(-t)).print()
+    dx/dt = -1.0*x
+    """
+    inputs = options.pop("input_values", None)
+    return PolynomialODE(**options).fit(t, X, inputs)

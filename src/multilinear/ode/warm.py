@@ -1,0 +1,134 @@
+"""Where a fit starts: smoothed states, and coefficients from the weak form, which needs no derivatives of data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import numpy as np
+from scipy.interpolate import CubicSpline, make_smoothing_spline
+
+from multilinear.ode.library import Library, Terms
+from multilinear.ode.polynomial import Floats
+from multilinear.ode.series import Series
+
+FINE = 4  # points of the fine grid to a sample
+WINDOWS = (0.08, 0.2)  # widths of test functions, as shares of a trajectory
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """A smoothed trajectory on a fine grid, its value at the samples, and the residuals' size for each state."""
+
+    times: Floats
+    states: Floats
+    samples: Floats
+    noise: Floats
+
+
+def smooth(series: Series, log: bool = False, slopes_of: Mapping[int, int] = MappingProxyType({})) -> Smooth:
+    """Smoothing splines, each with as much smoothing as generalised cross-validation finds; lines for few samples."""
+    count = FINE * (len(series.times) - 1) + 1
+    fine = np.interp(np.arange(count) / FINE, np.arange(len(series.times)), series.times)
+    columns, noise = np.zeros((count, series.values.shape[1])), np.zeros(series.values.shape[1])
+    for j, y in enumerate(series.values.T):
+        seen = np.isfinite(y)
+        if not seen.any():
+            continue
+        t, values = series.times[seen], np.log(y[seen]) if log else y[seen]
+        curve = _curve(t, values)
+        # past the first and last measurement of this state a spline runs away
+        columns[:, j] = curve(np.clip(fine, t[0], t[-1]))
+        noise[j] = np.sqrt(np.mean((values - curve(t)) ** 2))
+    if log:
+        columns = np.exp(columns)
+    for slope, state in slopes_of.items():
+        columns[:, slope] = np.gradient(columns[:, state], fine)
+    return Smooth(fine, columns, columns[::FINE], noise)
+
+
+def _curve(t: Floats, y: Floats):  # type: ignore[no-untyped-def]  # a callable of scipy's, or one like it
+    if len(t) >= 6 and np.ptp(y) > 0:
+        try:
+            return make_smoothing_spline(t, y)
+        except (ValueError, np.linalg.LinAlgError):
+            pass
+    if len(t) >= 3:
+        return CubicSpline(t, y)
+    return lambda at: np.interp(at, t, y)
+
+
+def weak_system(series: Sequence[Series], smoothed: Sequence[Smooth], library: Library) -> tuple[Floats, Floats]:
+    """Rows that say: the integral of test function times law equals minus that of its derivative times state."""
+    left, right = [], []
+    for one, curve in zip(series, smoothed, strict=True):
+        states = curve.states
+        if one.inputs is not None:
+            forced = np.stack([np.interp(curve.times, one.times, column) for column in one.inputs.T], axis=1)
+            states = np.hstack([states, forced])
+        terms = library.values(states)
+        weights = np.gradient(curve.times)
+        weights[[0, -1]] /= 2
+        span = curve.times[-1]
+        for share in WINDOWS:
+            half = max(share * span / 2, 2.5 * float(np.median(np.diff(one.times))))
+            half = min(half, span / 2)
+            centres = np.linspace(half, span - half, min(200, 2 * len(one.times)))
+            s = (curve.times - centres[:, None]) / half
+            inside = np.abs(s) < 1
+            bump = np.where(inside, (1 - s**2) ** 3, 0.0)
+            slope = np.where(inside, -6 * s * (1 - s**2) ** 2, 0.0) / half
+            norm = 1 / np.sqrt(half)
+            left.append((bump * weights) @ terms * norm)
+            right.append(-((slope * weights) @ curve.states) * norm)
+    return np.concatenate(left), np.concatenate(right)
+
+
+def weak_fit(left: Floats, right: Floats, allowed: Terms, fixed: Floats) -> Floats:
+    """Least squares for each equation over its allowed terms, a trace of ridge against collinear ones."""
+    found = fixed.copy()
+    for j, terms in enumerate(allowed):
+        if terms.any():
+            found[j, terms] = _ridge(left[:, terms], right[:, j] - left @ fixed[j])
+    return found
+
+
+def _ridge(a: Floats, b: Floats) -> Floats:
+    size = np.maximum(np.linalg.norm(a, axis=0), 1e-300)
+    scaled = a / size
+    normal = scaled.T @ scaled
+    normal[np.diag_indices_from(normal)] += 1e-9
+    return np.asarray(np.linalg.solve(normal, scaled.T @ b) / size)
+
+
+def weak_supports(left: Floats, right: Floats, allowed: Terms, fixed: Floats) -> list[Terms]:
+    """Candidate sets of terms, from sparse to dense: backward elimination of each equation, cut at several prices."""
+    paths = [_path(left, right[:, j] - left @ fixed[j], allowed[j]) for j in range(len(allowed))]
+    found: dict[bytes, Terms] = {}
+    rows = len(left) / 8  # neighbouring test functions overlap
+    for price in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0):
+        support = np.zeros_like(allowed)
+        for j, path in enumerate(paths):
+            cost = [rows * np.log(max(error, 1e-30)) + price * np.log(rows + 2) * terms.sum() for terms, error in path]
+            support[j] = path[int(np.argmin(cost))][0]
+        found.setdefault(support.tobytes(), support)
+    return sorted(found.values(), key=lambda terms: int(terms.sum()))
+
+
+def _path(left: Floats, target: Floats, allowed: np.typing.NDArray[np.bool_]) -> list[tuple[Terms, float]]:
+    """Supports from all allowed terms down to none, each without the term that mattered least, with mean squares."""
+    size = np.maximum(np.linalg.norm(left, axis=0), 1e-300)
+    gram = (left / size).T @ (left / size)
+    moment = (left / size).T @ target
+    total = float(target @ target)
+    active = np.flatnonzero(allowed)
+    path = []
+    while True:
+        terms = np.zeros(len(allowed), dtype=bool)
+        terms[active] = True
+        if len(active) == 0:
+            path.append((terms, total / len(target)))
+            return path
+        inverse = np.linalg.inv(gram[np.ix_(active, active)] + 1e-9 * np.eye(len(active)))
+        values = inverse @ moment[active]
+        path.append((terms, max(total - float(values @ moment[active]), 0.0) / len(target)))
+        active = np.delete(active, np.argmin(values**2 / np.diag(inverse)))
