@@ -19,6 +19,8 @@ from multilinear.ode.select import Candidate, Search
 from multilinear.ode.series import Series, Units, as_list, check_data, make_series, natural_units, thin
 from multilinear.ode.verdict import alternatives, judge
 
+NEARLY = 0.005  # of the variance that a much shorter law may leave unexplained
+MANY = 300  # rows from which on terms are searched in a part of them
 STRONG = 6.0  # difference of the criterion that speaks for a higher degree
 HIGHEST = {1: 5, 2: 4, 3: 3}  # degree tried with "auto", by the number of states; 2 for more states
 
@@ -37,6 +39,8 @@ class PolynomialODE:
         fix: known coefficients, such as {"x": {"y": 1.0}} for dx/dt = y + ...
         forbid: terms that an equation must not have, such as {"x": ["1", "x*y"]}.
         conserve: look for sums of states that stay constant, and use them.
+        tolerance: residuals below this share of a state's spread are no reason for another term.
+        progress: told in a line what was done, each step.
 
     >>> t = np.linspace(0, 4, 40)
     >>> x = np.stack([np.cos(2 * t), -2 * np.sin(2 * t)], axis=1)
@@ -59,6 +63,7 @@ class PolynomialODE:
         fix: Mapping[str, Mapping[str, float]] | None = None,
         forbid: Mapping[str, Sequence[str]] | None = None,
         conserve: bool = True,
+        tolerance: float = 0.0,
         progress: Progress | None = None,
     ) -> None:
         if degree != "auto" and not 1 <= int(degree) <= 8:
@@ -69,7 +74,9 @@ class PolynomialODE:
         if order == 2 and (noise == "log" or populations):
             raise MultilinearError("order 2 is for positions, which are neither populations nor of log noise")
         self.names, self.inputs = tuple(names) if names else None, tuple(inputs)
-        self.populations, self.positive, self.conserve = populations, positive, conserve
+        if not 0 <= tolerance < 1:
+            raise MultilinearError(f"tolerance is a share of each state's spread, from 0 to below 1; got {tolerance}")
+        self.populations, self.positive, self.conserve, self.tolerance = populations, positive, conserve, tolerance
         self.fix, self.forbid = dict(fix or {}), dict(forbid or {})
         self.progress = progress or (lambda _: None)
         self._law: Law | None = None
@@ -93,6 +100,14 @@ class PolynomialODE:
             self.relation = None
             self._fit(times, states, forced, names)
         return self
+
+    def like(self) -> "PolynomialODE":
+        """Another one with the same options, not fitted."""
+        return PolynomialODE(
+            self.degree, names=self.names, inputs=self.inputs, order=self.order, noise=self.noise_model,
+            populations=self.populations, positive=self.positive, fix=self.fix, forbid=self.forbid,
+            conserve=self.conserve, tolerance=self.tolerance, progress=self.progress,
+        )  # fmt: skip
 
     def _names(self, states: Sequence[Floats], forced: Sequence[Floats] | None) -> tuple[str, ...]:
         width = states[0].shape[1] if states[0].ndim == 2 else 0
@@ -123,6 +138,14 @@ class PolynomialODE:
             make_series(t, x, None if forced is None else forced[k], units)
             for k, (t, x) in enumerate(zip(times, states, strict=True))
         ]
+        rows = sum(len(t) for t in times)
+        few = series
+        if rows > MANY:  # search in every k-th row, then fit all
+            every = -(-rows // (MANY // 2))
+            few = [
+                make_series(t[::every], x[::every], None if forced is None else forced[k][::every], units)
+                for k, (t, x) in enumerate(zip(times, states, strict=True))
+            ]
         d = len(names)
         best: tuple[Candidate, Pipeline] | None = None
         worse = 0
@@ -132,8 +155,9 @@ class PolynomialODE:
             measured = sum(int(np.isfinite(x).sum()) for x in states)
             if best is not None and allowed.sum() > 0.45 * measured:
                 break  # more terms than the data could tell apart
-            log = self.noise_model == "log"
-            pipeline = Pipeline(series, library, allowed, fixed, log=log, slopes_of=slopes_of)
+            options: dict[str, Any] = {"log": self.noise_model == "log", "tolerance": self.tolerance}
+            options["slopes_of"] = slopes_of
+            pipeline = Pipeline(few, library, allowed, fixed, **options)
             if self.positive:
                 own = np.stack([library.exponents[:, j] > 0 for j in range(d)])
                 pipeline.search.nonnegative = ~own
@@ -145,9 +169,16 @@ class PolynomialODE:
                 best, worse = (found, pipeline), 0
             else:
                 worse += 1
-            if pipeline.search.exact(best[0]) or (worse and judge(*best).explained):
+            verdict = judge(*best)
+            white = verdict.correlation < 2 / math.sqrt(measured)
+            if pipeline.search.exact(best[0]) or (verdict.explained and (worse or white)):
                 break
         assert best is not None
+        if few is not series:
+            small = best[1]
+            pipeline = Pipeline(series, small.library, small.allowed, small.fixed, **options)
+            pipeline.search.nonnegative = small.search.nonnegative
+            best = pipeline.refine(best[0], self.progress), pipeline
         self._keep(best[0], best[1], units, names, series)
 
     def _degrees(self, states: int) -> list[int]:
@@ -206,7 +237,23 @@ class PolynomialODE:
         scale = np.ones(len(names)) if self.noise_model == "log" else units.states
         self.noise = {name: float(spread[j] * scale[j]) for j, name in enumerate(names) if name in self.measured}
         self.verdict = judge(best, pipeline)
+        self.short = self._shorter(best, pipeline, units, names, largest)
         self.alternatives = alternatives(best, search, units, Law(names, self.inputs, polynomial, (), largest))
+
+    def _shorter(
+        self, best: Candidate, pipeline: Pipeline, units: Units, names: tuple[str, ...], largest: Floats
+    ) -> Law | None:
+        """A law of far fewer terms that explains nearly as much, if there is one: real data have small effects."""
+        if best.size < 5 or pipeline.search.exact(best):
+            return None
+        found = pipeline.search.shorten(best, NEARLY)
+        if found.size > 0.6 * best.size:
+            return None
+        exponents = pipeline.library.exponents
+        kept = found.terms | (pipeline.fixed != 0)
+        table = units.to_data(np.where(kept, found.solution.coefficients, 0.0), exponents)
+        law = Polynomial(pipeline.library.variables, pipeline.library.degree, table)
+        return Law(names, self.inputs, law, _intervals(found, pipeline.search, units, exponents), largest)
 
     def _fit_related(
         self, times: list[Floats], states: list[Floats], names: tuple[str, ...], relation: invariants.Relation
@@ -215,14 +262,16 @@ class PolynomialODE:
         outcomes = []
         for gone in relation.members():
             kept = [j for j in range(len(names)) if j != gone]
-            options: dict[str, Any] = {"positive": self.positive, "progress": self.progress, "conserve": False}
+            options: dict[str, Any] = {
+                "positive": self.positive, "tolerance": self.tolerance, "progress": self.progress, "conserve": False,
+            }  # fmt: skip
             part = PolynomialODE(self.degree, names=[names[j] for j in kept], **options)
             part.fit(times, [x[:, kept] for x in states])
             forbid = invariants.other_terms(part.law, relation, gone, names)
             whole = PolynomialODE(part.polynomial.degree, names=names, forbid=forbid, **options)
             outcomes.append(whole.fit(times, states))
         best = min(outcomes, key=lambda one: (not one.verdict.explained, len(one.intervals), -one.verdict.r2))
-        for field in ("_law", "starts", "verdict", "degree_found", "alternatives", "noise"):
+        for field in ("_law", "starts", "verdict", "degree_found", "alternatives", "noise", "short"):
             setattr(self, field, getattr(best, field))
 
     @property

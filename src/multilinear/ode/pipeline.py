@@ -28,6 +28,7 @@ class Pipeline:
         fixed: Floats,
         *,
         log: bool = False,
+        tolerance: float = 0.0,
         slopes_of: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """`slopes_of` says which states were not measured and are the slope of which other."""
@@ -37,7 +38,9 @@ class Pipeline:
         self.states = np.concatenate([c.samples[rows] for c, rows in zip(self.smoothed, self.starts, strict=True)])
         noise = np.sqrt(np.mean([curve.noise**2 for curve in self.smoothed], axis=0))
         noise = np.where(segments.observed.any((0, 1)), noise, noise.max())
-        self.search = Search(Shooting(segments, library, Accuracy()), allowed, fixed, np.maximum(noise, 1e-6))
+        self.search = Search(
+            Shooting(segments, library, Accuracy()), allowed, fixed, np.maximum(noise, 1e-6), tolerance
+        )
         self.weak = weak_system(series, self.smoothed, library)
         self.search.weak = self.weak
 
@@ -62,6 +65,20 @@ class Pipeline:
             self._second_candidates(progress)  # along a better path than before
             best = search.polish(search.best())
             progress(f"polished again to {best.size}, {best.criterion:.1f}, {len(search.seen)} fits")
+        return self._final(best, progress)
+
+    def refine(self, earlier: Candidate, progress: Progress) -> Candidate:
+        """A law found in a part of these data: fit it to all of them, and see whether they ask for other terms."""
+        search, old = self.search, earlier.solution
+        search.restart(earlier.terms, self.states, TIGHTENING, old.coefficients)
+        search.noise = np.maximum(search.noise_of(search.best().solution), search.noise)
+        self._settle(progress)
+        best = search.polish(search.best(), rounds=4)
+        progress(f"with all data {best.size}, {best.criterion:.1f}, {len(search.seen)} fits")
+        return self._final(best, progress)
+
+    def _final(self, best: Candidate, progress: Progress) -> Candidate:
+        search = self.search
         for _ in range(3):
             noise, accuracy = search.noise_of(best.solution), sharpen(search, best.solution)
             if np.abs(np.log(noise / search.noise)).max() < 0.1 and accuracy == search.shooting.accuracy:

@@ -48,14 +48,22 @@ class Candidate:
 class Search:
     """Fits sets of terms, each once, and keeps them all: what is nearly as good as the best is told to the user."""
 
-    def __init__(self, shooting: Shooting, allowed: Terms, fixed: Floats, noise: Floats) -> None:
+    def __init__(
+        self, shooting: Shooting, allowed: Terms, fixed: Floats, noise: Floats, tolerance: float = 0.0
+    ) -> None:
+        """Residuals below `tolerance` of a state's spread are no reason for another term."""
         self.shooting, self.allowed, self.fixed = shooting, allowed, fixed
+        spread = np.nan_to_num(
+            np.nanstd(np.where(shooting.segments.observed.any((0, 1)), shooting.segments.values, 0.0), axis=(0, 1))
+        )
+        self.floor = np.maximum(FLOOR, tolerance * spread)
         self.weak: tuple[Floats, Floats] | None = None  # a linear system that starts of coefficients come from
-        self.noise = np.maximum(noise, FLOOR)
+        self.noise = np.maximum(noise, self.floor)
         self.counts = shooting.segments.observed.sum((0, 1))
         self.samples = int(self.counts.sum())
         self.nonnegative: Terms = np.zeros_like(allowed)  # terms whose coefficients must not be below 0
         self.seen: dict[bytes, Candidate] = {}
+        self.share = 1.0  # of the samples that count: fewer where residuals are correlated
         self.record = math.inf  # the best criterion so far
 
     @property
@@ -68,15 +76,14 @@ class Search:
         with np.errstate(invalid="ignore", divide="ignore"):
             found = np.sqrt(solution.squares / self.counts)
         seen = self.counts > 0
-        return np.asarray(np.maximum(np.where(seen, found, found[seen].mean()), FLOOR))
+        return np.asarray(np.maximum(np.where(seen, found, found[seen].mean()), self.floor))
 
-    def criterion(self, solution: Solution, share: float = 1.0) -> float:
-        """The extended criterion; `share` of the samples count where residuals are correlated."""
+    def criterion(self, solution: Solution) -> float:
         if not np.isfinite(solution.cost):
             return math.inf
         seen = self.counts > 0
         spread = self.noise_of(solution)[seen]
-        misfit = float((2 * share * self.counts[seen] * np.log(spread)).sum())
+        misfit = float((2 * self.share * self.counts[seen] * np.log(spread)).sum())
         k, total = int(solution.active.sum()), int(self.allowed.sum())
         picked = min(k, total // 2)  # nearly all of them is as hard a choice as half
         choices = float(gammaln(total + 1) - gammaln(picked + 1) - gammaln(total - picked + 1))
@@ -138,20 +145,23 @@ class Search:
         correlation = neighbours_alike(best.solution.residuals)
         if correlation < 2 / math.sqrt(max(self.samples, 1)):
             return best
-        share = (1 - correlation) / (1 + correlation)
+        self.share = (1 - correlation) / (1 + correlation)
+        for key, found in self.seen.items():
+            if np.isfinite(found.criterion):
+                self.seen[key] = Candidate(found.solution, self.criterion(found.solution))
         smaller = [found for found in self.sound() if found.size <= best.size]
-        return min(smaller, key=lambda found: self.criterion(found.solution, share))
+        return min(smaller, key=lambda found: found.criterion)
 
     def refresh(self, noise: Floats, accuracy: Accuracy) -> None:
         """Forget all fits: they were made with another noise or solver."""
-        self.noise = np.maximum(noise, FLOOR)
+        self.noise = np.maximum(noise, self.floor)
         self.shooting = self.shooting.with_accuracy(accuracy)
         self.seen.clear()
         self.record = math.inf
 
     def exact(self, found: Candidate) -> bool:
         """Whether nothing but rounding is left, so that only fewer terms could be better."""
-        return bool((self.noise_of(found.solution) <= 1.01 * FLOOR).all())
+        return bool((self.noise_of(found.solution) <= 1.01 * self.floor).all())
 
     def eliminate(self, start: Candidate) -> None:
         """From `start` down: leave out the terms that matter least by the curvature, several at once at first."""
@@ -166,6 +176,23 @@ class Search:
             if following.criterion > limit + 4 * self.price + 40:
                 return
             current = following
+
+    def shorten(self, start: Candidate, share: float) -> Candidate:
+        """As few terms as explain all but `share` more of the variance than `start` does."""
+        values = self.shooting.segments.values
+        seen = self.counts > 0
+        total = np.nansum((values - np.nanmean(values[:, :, seen]))[:, :, seen] ** 2, (0, 1))
+
+        def unexplained(found: Candidate) -> float:
+            return float((found.solution.squares[seen] / total).mean())
+
+        best, limit = start, unexplained(start) + share
+        while best.size > 1:
+            fewer = self.fit(_weakest(best.solution, budget=0.0, most=1), best.solution, iterations=30)
+            if not np.isfinite(fewer.criterion) or unexplained(fewer) > limit:
+                return best
+            best = fewer
+        return best
 
     def polish(self, start: Candidate, rounds: int = 12) -> Candidate:
         """Drop, add or exchange single terms as long as the criterion falls."""

@@ -1,6 +1,6 @@
 """Multiple shooting: find start values of short segments and coefficients so that the segments join and meet the data.
 
-One long solve from a first value is a hopeless search: it blows up, or forgets. Cut into segments with free start values
+One long solve from a first value is a hopeless search: it blows up, or forgets. Cut into segments with free starts
 the problem is nearly linear. Segments are solved together in one batch with exact derivatives; a stiff penalty joins
 them, so that at the end they are one trajectory.
 """

@@ -1,6 +1,6 @@
 """Where a fit starts: smoothed states, and coefficients from the weak form, which needs no derivatives of data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -46,15 +46,41 @@ def smooth(series: Series, log: bool = False, slopes_of: Mapping[int, int] = Map
     return Smooth(fine, columns, columns[::FINE], noise)
 
 
-def _curve(t: Floats, y: Floats):  # type: ignore[no-untyped-def]  # a callable of scipy's, or one like it
-    if len(t) >= 6 and np.ptp(y) > 0:
-        try:
-            return make_smoothing_spline(t, y)
-        except (ValueError, np.linalg.LinAlgError):
-            pass
-    if len(t) >= 3:
-        return CubicSpline(t, y)
-    return lambda at: np.interp(at, t, y)
+def _curve(t: Floats, y: Floats) -> Callable[[Floats], Floats]:
+    if len(t) < 3 or np.ptp(y) == 0:
+        return lambda at: np.interp(at, t, y)
+    if len(t) < 6:
+        return CubicSpline(t, y)  # type: ignore[no-any-return]
+    try:
+        curve = make_smoothing_spline(t, y)
+        expected = _roughness(t, y)
+        if np.sqrt(np.mean((y - curve(t)) ** 2)) > 3 * expected:
+            # cross-validation has more than one valley, and took the one far from the data
+            curve = _smoothed_to(t, y, expected)
+    except (ValueError, np.linalg.LinAlgError):
+        return CubicSpline(t, y)  # type: ignore[no-any-return]
+    return curve  # type: ignore[no-any-return]
+
+
+def _roughness(t: Floats, y: Floats) -> float:
+    """The noise that neighbours would tell of: how far each value is from the line between those beside it."""
+    right = (t[1:-1] - t[:-2]) / (t[2:] - t[:-2])
+    miss = y[1:-1] - (1 - right) * y[:-2] - right * y[2:]
+    return float(np.sqrt(np.mean(miss**2 / (1 + right**2 + (1 - right) ** 2))))
+
+
+def _smoothed_to(t: Floats, y: Floats, noise: float) -> Callable[[Floats], Floats]:
+    """The smoothing spline that leaves residuals of size `noise`."""
+    unit = float(np.median(np.diff(t))) ** 3
+    low, high = -12.0, 12.0
+    for _ in range(24):
+        middle = (low + high) / 2
+        curve = make_smoothing_spline(t, y, lam=10**middle * unit)
+        if np.sqrt(np.mean((y - curve(t)) ** 2)) > noise:
+            high = middle
+        else:
+            low = middle
+    return curve  # type: ignore[no-any-return]
 
 
 def weak_system(series: Sequence[Series], smoothed: Sequence[Smooth], library: Library) -> tuple[Floats, Floats]:
