@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from tyro.conf import Positional, arg
 
-from multilinear import analysis, models
+from multilinear import analysis, cli_ode, models
 from multilinear.errors import MultilinearError
 from multilinear.layers import fold
 
@@ -227,33 +227,6 @@ def evaluate(
     return None
 
 
-def lotka_volterra(
-    seeds: Annotated[tuple[int, ...], arg(help="Random starts.")] = tuple(range(20)),
-    points: Annotated[int, arg(help="Samples in [0, 10].")] = 100,
-    report: Annotated[Path | None, arg(metavar="OUT.html", help="Write a page with curves and equations.")] = None,
-    json: Json = False,
-) -> None:
-    """Repeat the paper's experiment on the Lotka-Volterra system: learn it, print the equation, count the starts."""
-    from rich.progress import track
-
-    from multilinear.paper import lotka_volterra as experiment
-
-    if not seeds or points < 4:
-        raise MultilinearError(f"needs a seed and at least 4 points, got {len(seeds)} seeds and {points} points")
-    found = [experiment.recover(seed, points) for seed in track(seeds, "starts", console=console, disable=json)]
-    errors = [recovery.error for recovery in found]
-    if report is not None:
-        experiment.write_page(found, points, report)
-    if json:
-        equations = {name: str(value) for name, value in found[0].equations.items()}
-        return _print_json({"points": points, "seeds": list(seeds), "errors": errors, "equations": equations})
-    for name, value in found[0].equations.items():
-        console.print(f"d{name}/dt = {value}    [dim](the paper: {experiment.PUBLISHED[name]})[/dim]")
-    counts = ", ".join(f"{sum(e <= limit for e in errors)} to {limit:g}" for limit in (1e-8, 1e-6))
-    console.print(f"largest coefficient error {max(errors):.1e} over {len(errors)} starts ({counts})")
-    return None
-
-
 def demo(
     out: Annotated[Path, arg(help="Folder for the report, the weights and sample images.")] = Path("demo"),
     epochs: Annotated[int, arg(help="Passes over the training set.")] = 60,
@@ -274,8 +247,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "evaluate": evaluate,
     "predict": predict,
     "export": export,
+    "discover": cli_ode.discover,
     "demo": demo,
-    "lotka-volterra": lotka_volterra,
+    "lotka-volterra": cli_ode.lotka_volterra,
 }
 
 

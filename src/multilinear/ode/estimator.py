@@ -1,4 +1,4 @@
-"""`discover(t, X)`: the polynomial law behind measured trajectories, with intervals, alternatives and a plain verdict."""
+"""`discover(t, X)`: the polynomial law behind measured trajectories, with intervals and a plain verdict."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,19 +7,18 @@ from typing import Any, Literal
 import numpy as np
 import sympy
 from matplotlib.figure import Figure
-from scipy.stats import t as student
 
 from multilinear.errors import MultilinearError, check_choice
 from multilinear.ode import invariants
+from multilinear.ode.conclude import Alternative, Found, conclude
 from multilinear.ode.law import Interval, Law, find_term
 from multilinear.ode.library import Library, Terms
 from multilinear.ode.pipeline import Pipeline, Progress
 from multilinear.ode.polynomial import Floats, Polynomial
-from multilinear.ode.select import Candidate, Search
-from multilinear.ode.series import Series, Units, as_list, check_data, make_series, natural_units, thin
-from multilinear.ode.verdict import alternatives, judge
+from multilinear.ode.select import Candidate
+from multilinear.ode.series import Units, as_list, check_data, make_series, natural_units, thin
+from multilinear.ode.verdict import Verdict, judge
 
-NEARLY = 0.005  # of the variance that a much shorter law may leave unexplained
 MANY = 300  # rows from which on terms are searched in a part of them
 STRONG = 6.0  # difference of the criterion that speaks for a higher degree
 HIGHEST = {1: 5, 2: 4, 3: 3}  # degree tried with "auto", by the number of states; 2 for more states
@@ -79,7 +78,7 @@ class PolynomialODE:
         self.populations, self.positive, self.conserve, self.tolerance = populations, positive, conserve, tolerance
         self.fix, self.forbid = dict(fix or {}), dict(forbid or {})
         self.progress = progress or (lambda _: None)
-        self._law: Law | None = None
+        self._found: Found | None = None
 
     def fit(self, t: Any, X: Any, inputs: Any = None) -> "PolynomialODE":
         """Find the law. One trajectory (n,), (n, d), or a list of each; NaN where nothing was measured."""
@@ -162,9 +161,7 @@ class PolynomialODE:
                 own = np.stack([library.exponents[:, j] > 0 for j in range(d)])
                 pipeline.search.nonnegative = ~own
             found = pipeline.run(self.progress, best[0] if best else None)
-            self.progress(
-                f"degree {degree}: {found.size} terms, criterion {found.criterion:.1f}, {pipeline.search.shooting.counter[0]} evaluations"
-            )
+            self.progress(f"degree {degree}: {found.size} terms, criterion {found.criterion:.1f}")
             if best is None or found.criterion < best[0].criterion - STRONG:
                 best, worse = (found, pipeline), 0
             else:
@@ -179,7 +176,7 @@ class PolynomialODE:
             pipeline = Pipeline(series, small.library, small.allowed, small.fixed, **options)
             pipeline.search.nonnegative = small.search.nonnegative
             best = pipeline.refine(best[0], self.progress), pipeline
-        self._keep(best[0], best[1], units, names, series)
+        self._found = conclude(*best, units, names, self.inputs)
 
     def _degrees(self, states: int) -> list[int]:
         if self.degree != "auto":
@@ -200,12 +197,12 @@ class PolynomialODE:
             for term in terms:
                 exponents = find_term(term, everything)
                 if exponents in place:
-                    allowed[self._equation(equation, names), place[exponents]] = False
+                    allowed[names.index(check_choice("state", equation, names)), place[exponents]] = False
         for slope, state in slopes_of.items():
             allowed[state] = False
             given[state, place[tuple(int(k == slope) for k in range(library.variables))]] = 1.0
         for equation, values in self.fix.items():
-            row = self._equation(equation, names)
+            row = names.index(check_choice("state", equation, names))
             for term, value in values.items():
                 exponents = find_term(term, everything)
                 if exponents not in place:
@@ -213,47 +210,6 @@ class PolynomialODE:
                 allowed[row, place[exponents]] = False
                 given[row, place[exponents]] = value
         return allowed, units.to_natural(given, library.exponents)
-
-    def _equation(self, name: str, names: tuple[str, ...]) -> int:
-        return names.index(check_choice("state", name, names))
-
-    def _keep(
-        self, best: Candidate, pipeline: Pipeline, units: Units, names: tuple[str, ...], series: list[Series]
-    ) -> None:
-        solution, search, library = best.solution, pipeline.search, pipeline.library
-        exponents = library.exponents
-        kept = best.terms | (pipeline.fixed != 0)
-        table = units.to_data(np.where(kept, solution.coefficients, 0.0), exponents)
-        highest = int(exponents[kept.any(0)].sum(1).max(initial=0)) if kept.any() else 0
-        polynomial = Polynomial(library.variables, library.degree, table)
-        firsts = np.cumsum([0, *(len(rows) for rows in pipeline.starts[:-1])])
-        self.starts = [solution.states[k] * units.states for k in firsts]
-        largest = np.abs(np.concatenate([curve.states for curve in pipeline.smoothed])).max(0)
-        largest = np.maximum(largest, 1e-6) * units.states
-        intervals = _intervals(best, search, units, exponents)
-        self._law = Law(names, self.inputs, polynomial, intervals, largest)
-        self.degree_found = highest
-        spread = search.noise_of(solution)
-        scale = np.ones(len(names)) if self.noise_model == "log" else units.states
-        self.noise = {name: float(spread[j] * scale[j]) for j, name in enumerate(names) if name in self.measured}
-        self.verdict = judge(best, pipeline)
-        self.short = self._shorter(best, pipeline, units, names, largest)
-        self.alternatives = alternatives(best, search, units, Law(names, self.inputs, polynomial, (), largest))
-
-    def _shorter(
-        self, best: Candidate, pipeline: Pipeline, units: Units, names: tuple[str, ...], largest: Floats
-    ) -> Law | None:
-        """A law of far fewer terms that explains nearly as much, if there is one: real data have small effects."""
-        if best.size < 5 or pipeline.search.exact(best):
-            return None
-        found = pipeline.search.shorten(best, NEARLY)
-        if found.size > 0.6 * best.size:
-            return None
-        exponents = pipeline.library.exponents
-        kept = found.terms | (pipeline.fixed != 0)
-        table = units.to_data(np.where(kept, found.solution.coefficients, 0.0), exponents)
-        law = Polynomial(pipeline.library.variables, pipeline.library.degree, table)
-        return Law(names, self.inputs, law, _intervals(found, pipeline.search, units, exponents), largest)
 
     def _fit_related(
         self, times: list[Floats], states: list[Floats], names: tuple[str, ...], relation: invariants.Relation
@@ -271,14 +227,46 @@ class PolynomialODE:
             whole = PolynomialODE(part.polynomial.degree, names=names, forbid=forbid, **options)
             outcomes.append(whole.fit(times, states))
         best = min(outcomes, key=lambda one: (not one.verdict.explained, len(one.intervals), -one.verdict.r2))
-        for field in ("_law", "starts", "verdict", "degree_found", "alternatives", "noise", "short"):
-            setattr(self, field, getattr(best, field))
+        self._found = best.found
+
+    @property
+    def found(self) -> Found:
+        if self._found is None:
+            raise MultilinearError("nothing was fitted yet; call fit(t, X) first")
+        return self._found
 
     @property
     def law(self) -> Law:
-        if self._law is None:
-            raise MultilinearError("nothing was fitted yet; call fit(t, X) first")
-        return self._law
+        return self.found.law
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the law explains the data, and whether they could tell it from its rivals."""
+        return self.found.verdict
+
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """Rivals that the data allow, the closest first."""
+        return self.found.alternatives
+
+    @property
+    def short(self) -> Law | None:
+        """A law of far fewer terms that explains nearly as much, if there is one."""
+        return self.found.short
+
+    @property
+    def degree_found(self) -> int:
+        return self.found.degree
+
+    @property
+    def noise(self) -> dict[str, float]:
+        """Standard deviation of each measured state's noise; relative for log noise."""
+        return {name: self.found.noise[name] for name in self.measured}
+
+    @property
+    def starts(self) -> tuple[Floats, ...]:
+        """The fitted first state of each trajectory."""
+        return self.found.starts
 
     @property
     def polynomial(self) -> Polynomial:
@@ -320,7 +308,7 @@ class PolynomialODE:
         else:
             times, states = as_list(t), as_list(X)
             forced = None if inputs is None else as_list(inputs)
-            starts = [x[0] for x in states]
+            starts = tuple(x[0] for x in states)
         try:
             found = [
                 self.law.solve(one, start, None if forced is None else forced[k])
@@ -349,21 +337,6 @@ class PolynomialODE:
         from multilinear.ode.figures import draw_fit
 
         return draw_fit(self)
-
-
-def _intervals(best: Candidate, search: Search, units: Units, exponents: Any) -> tuple[Interval, ...]:
-    solution = best.solution
-    freedom = max(1, search.samples - best.size - solution.states.shape[1])
-    wide = float(student.ppf(0.975, freedom)) * math.sqrt(search.samples / freedom)
-    # the fit was weighted with the noise it found, so the covariance is in the right units
-    errors = np.zeros(solution.active.shape)
-    errors[solution.active] = np.sqrt(np.maximum(np.diag(solution.covariance()), 0.0)) * wide
-    values, errors = (units.to_data(part, exponents) for part in (solution.coefficients, errors))
-    rows = zip(*np.nonzero(solution.active), strict=True)
-    return tuple(
-        Interval(int(j), tuple(exponents[k].tolist()), float(values[j, k]), float(values[j, k] - errors[j, k]),
-                 float(values[j, k] + errors[j, k])) for j, k in rows
-    )  # fmt: skip
 
 
 def discover(t: Any, X: Any, **options: Any) -> PolynomialODE:

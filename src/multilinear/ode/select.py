@@ -1,32 +1,27 @@
 """Which terms: fit all that are allowed, leave out what does not matter, and judge every set by its fit and size.
 
-The judge is the extended Bayesian information criterion (Chen and Chen, 2008): a term must pay for itself and for having
-been picked from many.
+The judge is the extended Bayesian information criterion (Chen and Chen, 2008): a term must pay for itself, and for
+having been picked from many.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.linalg import LinAlgError, cho_factor, cho_solve
 from scipy.special import gammaln
 
 from multilinear.ode.library import Terms
 from multilinear.ode.polynomial import Floats
 from multilinear.ode.shooting import JOIN, Accuracy, Shooting, Solution
+from multilinear.ode.subsets import best_subsets, neighbours_alike, reduce, wald, weakest
 from multilinear.ode.warm import weak_fit
 
 FLOOR = 1e-9  # residuals below this share of a state are rounding, and no reason for another term
 PATIENCE = 2500  # evaluations after which a search ends where it stands; most take a third
-MOST_SUBSETS = 8000  # of one size, tried at once
 GAMMA = 1.5  # how much having been picked from many costs; 1 is usual for many candidates
 WRONG_SIGN = 1e4  # added to the criterion for a coefficient that must not be negative
 COARSE = 1e-3  # noise above which the solver takes two steps between positions at most
-
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -53,9 +48,8 @@ class Search:
     ) -> None:
         """Residuals below `tolerance` of a state's spread are no reason for another term."""
         self.shooting, self.allowed, self.fixed = shooting, allowed, fixed
-        spread = np.nan_to_num(
-            np.nanstd(np.where(shooting.segments.observed.any((0, 1)), shooting.segments.values, 0.0), axis=(0, 1))
-        )
+        seen = shooting.segments.observed.any((0, 1))
+        spread = np.nanstd(np.where(seen, shooting.segments.values, 0.0), axis=(0, 1))
         self.floor = np.maximum(FLOOR, tolerance * spread)
         self.weak: tuple[Floats, Floats] | None = None  # a linear system that starts of coefficients come from
         self.noise = np.maximum(noise, self.floor)
@@ -104,7 +98,7 @@ class Search:
         return found
 
     def _checked(self, solution: Solution) -> Candidate:
-        """A fit and its criterion, infinite if finer steps lead elsewhere: a field about to blow up can fool a solver."""
+        """A fit and its criterion, infinite if finer steps lead elsewhere: a field near blowing up fools a solver."""
         criterion = self.criterion(solution)
         if np.isfinite(criterion) and criterion < self.record:
             limit = 0.02 + 3 * self.noise_of(solution)
@@ -143,7 +137,7 @@ class Search:
     def sober(self, best: Candidate) -> Candidate:
         """The choice again, if even the best fit misses something: correlated residuals are fewer than they look."""
         correlation = neighbours_alike(best.solution.residuals)
-        if correlation < 2 / math.sqrt(max(self.samples, 1)):
+        if self.exact(best) or correlation < 2 / math.sqrt(max(self.samples, 1)):
             return best
         self.share = (1 - correlation) / (1 + correlation)
         for key, found in self.seen.items():
@@ -168,7 +162,7 @@ class Search:
         current = start
         limit = math.inf
         while current.size > 0 and np.isfinite(current.criterion):
-            remaining = _weakest(current.solution, budget=0.5, most=max(1, current.size // 6))
+            remaining = weakest(current.solution, budget=0.5, most=max(1, current.size // 6))
             following = self.fit(remaining, current.solution)
             if not np.isfinite(following.criterion):
                 return
@@ -181,14 +175,14 @@ class Search:
         """As few terms as explain all but `share` more of the variance than `start` does."""
         values = self.shooting.segments.values
         seen = self.counts > 0
-        total = np.nansum((values - np.nanmean(values[:, :, seen]))[:, :, seen] ** 2, (0, 1))
+        total = np.nanvar(values[:, :, seen], axis=(0, 1)) * self.counts[seen]
 
         def unexplained(found: Candidate) -> float:
             return float((found.solution.squares[seen] / total).mean())
 
         best, limit = start, unexplained(start) + share
         while best.size > 1:
-            fewer = self.fit(_weakest(best.solution, budget=0.0, most=1), best.solution, iterations=30)
+            fewer = self.fit(weakest(best.solution, budget=0.0, most=1), best.solution, iterations=30)
             if not np.isfinite(fewer.criterion) or unexplained(fewer) > limit:
                 return best
             best = fewer
@@ -243,7 +237,7 @@ class Search:
         head = solution.states.size
         mine = head + np.flatnonzero(np.nonzero(union)[0] == output)
         others = np.setdiff1d(np.arange(len(point.curvature)), mine)
-        reduced = _reduce(point.curvature, point.gradient, others, mine)
+        reduced = reduce(point.curvature, point.gradient, others, mine)
         if reduced is None:
             return []
         stiffness, pull = reduced
@@ -281,7 +275,7 @@ class Search:
         is_absent = absent.reshape(-1)[order]
         inside = np.concatenate([np.arange(head), head + np.flatnonzero(~is_absent)])
         outside = head + np.flatnonzero(is_absent)
-        reduced = _reduce(everything.curvature, everything.gradient, inside, outside)
+        reduced = reduce(everything.curvature, everything.gradient, inside, outside)
         if reduced is None:
             return []
         gains = reduced[1] ** 2 / np.maximum(np.diag(reduced[0]), 1e-9 * np.diag(everything.curvature)[outside])
@@ -292,91 +286,6 @@ class Search:
                 more[order[outside[k] - head]] = True
                 found.append(more.reshape(current.terms.shape))
         return found
-
-
-def _reduce(curvature: Floats, gradient: Floats, inner: Indices, outer: Indices) -> tuple[Floats, Floats] | None:
-    """Curvature and gradient in the `outer` unknowns when the `inner` ones are always at their best."""
-    scale = 1 / np.sqrt(np.maximum(np.diag(curvature), 1e-300))
-    normal, pull = curvature * scale[:, None] * scale, gradient * scale
-    kept = normal[np.ix_(inner, inner)]
-    kept[np.diag_indices_from(kept)] += 1e-12
-    cross = normal[np.ix_(inner, outer)]
-    try:
-        solved = cho_solve(cho_factor(kept), np.column_stack([cross, pull[inner]]))
-    except LinAlgError:
-        return None
-    stiffness = (normal[np.ix_(outer, outer)] - cross.T @ solved[:, :-1]) / scale[outer][:, None] / scale[outer]
-    return stiffness, (pull[outer] - cross.T @ solved[:, -1]) / scale[outer]
-
-
-def best_subsets(stiffness: Floats, target: Floats, keep: int) -> list[tuple[Indices, float]]:
-    """For each small size the subsets T with the largest target_T (stiffness_TT)^-1 target_T.
-
-    >>> [subset.tolist() for subset, _ in best_subsets(np.eye(3), np.array([1.0, 3.0, 2.0]), 1)][:2]
-    [[1], [1, 2]]
-    """
-    scale = 1 / np.sqrt(np.maximum(np.diag(stiffness), 1e-300))
-    normal = stiffness * scale[:, None] * scale
-    normal[np.diag_indices_from(normal)] += 1e-10
-    pull = target * scale
-    total = len(pull)
-    found = []
-    for size in range(1, total + 1):
-        if math.comb(total, size) > MOST_SUBSETS:
-            break
-        subsets = np.array(list(combinations(range(total), size)), dtype=np.int64)
-        matrices = normal[subsets[:, :, None], subsets[:, None, :]]
-        pulls = pull[subsets]
-        gains = (pulls * np.linalg.solve(matrices, pulls[:, :, None])[:, :, 0]).sum(1)
-        found += [(subsets[k], float(gains[k])) for k in np.argsort(-gains)[:keep]]
-    return found
-
-
-def neighbours_alike(residuals: Floats) -> float:
-    """Correlation of neighbouring residuals, the mean over states: 0 for noise, near 1 where a law misses something.
-
-    >>> round(neighbours_alike(np.sin(np.arange(100) / 10).reshape(100, 1, 1)), 1)
-    1.0
-    """
-    found = []
-    for j in range(residuals.shape[2]):
-        line = residuals[:, :, j].reshape(-1)
-        line = line[np.isfinite(line)]
-        if len(line) > 4 and line.std() > 0:
-            line = line - line.mean()
-            found.append(float(line[1:] @ line[:-1] / (line @ line)))
-    return max(0.0, float(np.mean(found))) if found else 0.0
-
-
-def wald(solution: Solution) -> Floats:
-    """By how much twice the cost would rise without each active term: its square over its variance."""
-    variance = np.maximum(np.diag(solution.covariance()), 1e-300)
-    return np.asarray(solution.coefficients[solution.active] ** 2 / variance)
-
-
-def _weakest(solution: Solution, budget: float, most: int) -> Terms:
-    """The active terms without the weakest, one at least, more while together they cost less than `budget`."""
-    outputs, monomials = np.nonzero(solution.active)
-    values = solution.coefficients[solution.active].copy()
-    covariance = solution.covariance()
-    kept = np.arange(len(values))
-    spent, dropped = 0.0, 0
-    terms = solution.active.copy()
-    while dropped < most and len(kept):
-        variance = np.maximum(np.diag(covariance), 1e-300)
-        loss = values**2 / variance
-        k = int(np.argmin(loss))
-        if dropped and spent + loss[k] > budget:
-            break
-        spent += float(loss[k])
-        dropped += 1
-        terms[outputs[kept[k]], monomials[kept[k]]] = False
-        # the others move to where they are best without it
-        values = values - covariance[:, k] * values[k] / variance[k]
-        covariance = covariance - np.outer(covariance[:, k], covariance[:, k]) / variance[k]
-        values, kept = np.delete(values, k), np.delete(kept, k)
-        covariance = np.delete(np.delete(covariance, k, 0), k, 1)
-    return terms
 
 
 def sharpen(search: Search, solution: Solution) -> Accuracy:

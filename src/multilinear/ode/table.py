@@ -1,4 +1,4 @@
-"""A CSV of measurements: which columns are time, states, inputs and runs, read with care, as files come from anywhere."""
+"""A CSV of measurements: which columns are time, states, inputs and runs; read with care, since files lie."""
 
 import csv
 import re

@@ -4,14 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from multilinear.ode.law import Law
 from multilinear.ode.pipeline import Pipeline
-from multilinear.ode.polynomial import Polynomial
-from multilinear.ode.select import Candidate, Search, neighbours_alike
-from multilinear.ode.series import Units
-
-RIVALS = 5  # alternatives to name at most
-CLOSE = 6.0  # difference of the criterion up to which a rival is named
+from multilinear.ode.select import Candidate
+from multilinear.ode.subsets import neighbours_alike
 
 
 @dataclass(frozen=True)
@@ -32,14 +27,6 @@ class Verdict:
         return self.belief > 0.5
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """Another law that the data allow."""
-
-    law: Law
-    difference: float  # of the criterion: 2 is hardly, 10 strongly in favour of the best
-
-
 def judge(best: Candidate, pipeline: Pipeline) -> Verdict:
     search, segments = pipeline.search, pipeline.search.shooting.segments
     values, residuals = segments.values, best.solution.residuals
@@ -52,22 +39,5 @@ def judge(best: Candidate, pipeline: Pipeline) -> Verdict:
     excess = search.noise_of(best.solution)[seen] / np.maximum(smooth_noise, 1e-6)
     differences = np.array([c.criterion - best.criterion for c in search.sound()])
     belief = 1 / float(np.exp(-0.5 * np.clip(differences, 0, 700)).sum())
-    alike = neighbours_alike(residuals)
+    alike = 0.0 if search.exact(best) else neighbours_alike(residuals)  # rounding is not noise
     return Verdict(float(1 - share.mean()), alike, float(excess.max()), min(belief, 1.0))
-
-
-def alternatives(best: Candidate, search: Search, units: Units, template: Law) -> tuple[Alternative, ...]:
-    """The closest rivals of the best law, in the data's units."""
-    exponents = search.shooting.library.exponents
-    ranked = sorted(search.sound(), key=lambda c: c.criterion)
-    found = []
-    for candidate in ranked[: RIVALS + 1]:
-        difference = candidate.criterion - best.criterion
-        if candidate.terms.tobytes() == best.terms.tobytes() or difference > CLOSE:
-            continue
-        kept = candidate.terms | (search.fixed != 0)
-        table = units.to_data(np.where(kept, candidate.solution.coefficients, 0.0), exponents)
-        polynomial = Polynomial(template.polynomial.dim, template.polynomial.degree, table)
-        law = Law(template.names, template.inputs, polynomial, (), template.largest)
-        found.append(Alternative(law, float(difference)))
-    return tuple(found)
