@@ -22,7 +22,7 @@ def discover(
     run: Annotated[str | None, arg(help="A column that tells separate runs apart.")] = None,
     degree: Annotated[str, arg(help="Highest degree of a term, or auto.")] = "auto",
     order: Annotated[int, arg(help="2 if states are positions whose velocities were not measured.")] = 1,
-    noise: Annotated[str, arg(help="additive, or log for positive states with relative errors.")] = "additive",
+    noise: Annotated[str, arg(help="additive, relative, log (relative, positive states), or auto.")] = "auto",
     populations: Annotated[bool, arg(help="Each rate is proportional to its own state.")] = False,
     positive: Annotated[bool, arg(help="No term may push a state at zero below zero.")] = False,
     fix: Annotated[tuple[str, ...], arg(help="Known coefficients, such as x:y=1.")] = (),
@@ -62,7 +62,7 @@ def discover(
     for name, term, row in page.coefficient_rows(model.law):
         grid.add_row(f"d{name}/dt", term, f"{row.estimate:.5g}", f"{row.low:.5g} to {row.high:.5g}")
     console.print(grid)
-    kind = "relative noise" if noise == "log" else "noise"
+    kind = "relative noise" if model.found.noise_is_relative else "noise"
     spread = ", ".join(f"{name} {value:.3g}" for name, value in model.noise.items())
     console.print(f"R² {model.score():.4f}; {kind}: {spread}", highlight=False)
     for path in (report, plot):

@@ -37,6 +37,7 @@ class Found:
     verdict: Verdict
     alternatives: tuple[Alternative, ...]
     short: Law | None
+    noise_is_relative: bool  # a share of the state, or of the state's units
 
 
 class _Reader:
@@ -75,7 +76,8 @@ def conclude(
     reader, search = _Reader(pipeline, units, names, inputs), pipeline.search
     kept = (best.terms | (pipeline.fixed != 0)).any(0)
     firsts = np.cumsum([0, *(len(rows) for rows in pipeline.starts[:-1])])
-    spread = search.noise_of(best.solution) * (1.0 if search.shooting.segments.log else units.states)
+    share = pipeline.relative or search.shooting.segments.log
+    spread = search.noise_of(best.solution) * (1.0 if share else units.states)
     verdict = judge(best, pipeline)
     rivals = []
     for other in sorted(search.sound(), key=lambda found: found.criterion)[: RIVALS + 1]:
@@ -90,6 +92,7 @@ def conclude(
         verdict=verdict,
         alternatives=tuple(rivals),
         short=_shorter(best, reader),
+        noise_is_relative=share,
     )
 
 

@@ -20,6 +20,7 @@ from multilinear.ode.series import Units, as_list, check_data, make_series, natu
 from multilinear.ode.verdict import Verdict, judge
 
 MANY = 300  # rows from which on terms are searched in a part of them
+NOISES = ("auto", "additive", "relative", "log")
 STRONG = 6.0  # difference of the criterion that speaks for a higher degree
 HIGHEST = {1: 5, 2: 4, 3: 3}  # degree tried with "auto", by the number of states; 2 for more states
 
@@ -32,7 +33,7 @@ class PolynomialODE:
         names: of the states; x, y, z or x1, x2, ... if not given.
         inputs: names of the inputs that `fit` gets.
         order: 2 if states are positions: each gets its velocity as a further, unmeasured state.
-        noise: "additive", or "log" for positive states with relative errors.
+        noise: "additive", "relative" (grows with the state), "log" (the same for positive states, exactly), or "auto".
         populations: each rate is proportional to its own state, as for living things.
         positive: no term may push a state at zero below zero.
         fix: known coefficients, such as {"x": {"y": 1.0}} for dx/dt = y + ...
@@ -56,7 +57,7 @@ class PolynomialODE:
         names: Sequence[str] | None = None,
         inputs: Sequence[str] = (),
         order: int = 1,
-        noise: str = "additive",
+        noise: str = "auto",
         populations: bool = False,
         positive: bool = False,
         fix: Mapping[str, Mapping[str, float]] | None = None,
@@ -69,7 +70,7 @@ class PolynomialODE:
             raise MultilinearError(f"degree must be from 1 to 8, or 'auto'; got {degree}")
         if order not in (1, 2):
             raise MultilinearError(f"order must be 1 or 2, got {order}")
-        self.degree, self.order, self.noise_model = degree, order, check_choice("noise", noise, ("additive", "log"))
+        self.degree, self.order, self.noise_model = degree, order, check_choice("noise", noise, NOISES)
         if order == 2 and (noise == "log" or populations):
             raise MultilinearError("order 2 is for positions, which are neither populations nor of log noise")
         self.names, self.inputs = tuple(names) if names else None, tuple(inputs)
@@ -92,7 +93,7 @@ class PolynomialODE:
         relation = None
         if self.conserve and self.order == 1 and not self.fix and not self.forbid and forced is None:
             relation = invariants.linear_relation(times, states)
-        if relation is not None and self.noise_model == "additive":
+        if relation is not None and self.noise_model != "log":
             self.relation: invariants.Relation | None = relation
             self._fit_related(times, states, names, relation)
         else:
@@ -154,8 +155,7 @@ class PolynomialODE:
             measured = sum(int(np.isfinite(x).sum()) for x in states)
             if best is not None and allowed.sum() > 0.45 * measured:
                 break  # more terms than the data could tell apart
-            options: dict[str, Any] = {"log": self.noise_model == "log", "tolerance": self.tolerance}
-            options["slopes_of"] = slopes_of
+            options: dict[str, Any] = {"noise": self.noise_model, "tolerance": self.tolerance, "slopes_of": slopes_of}
             pipeline = Pipeline(few, library, allowed, fixed, **options)
             if self.positive:
                 own = np.stack([library.exponents[:, j] > 0 for j in range(d)])
@@ -260,7 +260,7 @@ class PolynomialODE:
 
     @property
     def noise(self) -> dict[str, float]:
-        """Standard deviation of each measured state's noise; relative for log noise."""
+        """Standard deviation of each measured state's noise; a share of it where `found.noise_is_relative`."""
         return {name: self.found.noise[name] for name in self.measured}
 
     @property

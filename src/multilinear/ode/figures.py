@@ -66,7 +66,8 @@ def draw_residuals(model: "PolynomialODE") -> Figure:
                 miss = np.log(x[:, j] / np.maximum(model_states, 1e-300)) if log else x[:, j] - model_states
                 axes.plot(t, miss, ".", color=f"C{k % 10}", markersize=4)
         axes.axhline(0, color="0.6", linewidth=0.8)
-        axes.axhspan(-2 * model.noise[name], 2 * model.noise[name], color="0.9", zorder=0)
+        if log or not model.found.noise_is_relative:
+            axes.axhspan(-2 * model.noise[name], 2 * model.noise[name], color="0.9", zorder=0)
         axes.set_ylabel(f"log {name}" if log else name)
         axes.margins(x=0.01)
     panels[-1].set_xlabel("time")

@@ -9,7 +9,7 @@ from multilinear.ode.law import Law
 from multilinear.ode.library import Library, term_names
 from multilinear.ode.polynomial import Floats
 from multilinear.ode.series import make_series, natural_units
-from multilinear.ode.warm import smooth
+from multilinear.ode.warm import residual_noise, smooth
 
 NOISY = 1.3  # how far above the expected noise a constant sum may scatter
 CLEAN = 1e-6  # how far a constant sum of exact data may scatter, as a share of its parts
@@ -52,8 +52,8 @@ def linear_relation(times: Sequence[Floats], states: Sequence[Floats]) -> Relati
     if raw.shape[1] < 2 or len(complete) < 8:
         return None
     units = natural_units(times, states, None)
-    curves = [smooth(make_series(t, x, None, units)) for t, x in zip(times, states, strict=True)]
-    noise = np.sqrt(np.mean([curve.noise**2 for curve in curves], axis=0)) * units.states
+    series = [make_series(t, x, None, units) for t, x in zip(times, states, strict=True)]
+    noise = residual_noise(series, [smooth(one) for one in series], relative=False, log=False) * units.states
     spread = complete.std(0)
     if (spread <= 0).any():
         return None

@@ -110,7 +110,7 @@ def write_page(model: PolynomialODE, path: Path, title: str) -> Path:
     table = [[f"d{name}/dt", term, f"{row.estimate:.5g}", f"{row.low:.5g} to {row.high:.5g}"]
              for name, term, row in coefficient_rows(model.law)]  # fmt: skip
     page.table(["equation", "term", "coefficient", "95% interval"], table)
-    kind = "relative" if model.noise_model == "log" else "standard deviation"
+    kind = "a share of the state" if model.found.noise_is_relative else "standard deviation"
     page.table(["state", f"noise ({kind})"], [[name, f"{value:.3g}"] for name, value in model.noise.items()])
     if _conserved(model):
         page.text("Constant along every solution: " + "; ".join(_conserved(model)) + ".")

@@ -1,16 +1,27 @@
 """From trajectories to a law: starts, fits, elimination and polish, with noise and solver settled on the way."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 
 from multilinear.ode.library import Library, Terms
 from multilinear.ode.polynomial import Floats
-from multilinear.ode.select import Candidate, Search, sharpen
+from multilinear.ode.select import ROUNDING, Candidate, Search, sharpen
 from multilinear.ode.series import Series, cut
 from multilinear.ode.shooting import Accuracy, Shooting, Solution
-from multilinear.ode.warm import FINE, Smooth, smooth, weak_fit, weak_supports, weak_system
+from multilinear.ode.warm import (
+    FINE,
+    Smooth,
+    grows_with_state,
+    residual_noise,
+    sizes_of,
+    smooth,
+    weak_fit,
+    weak_supports,
+    weak_system,
+)
 
 TIGHTENING = (1.0, 0.05)  # joints of segments, in units of the noise, before they close
 FROM_DATA = (100.0, 1.0, 0.05)  # the same for a start that trusts the states and not the law
@@ -27,20 +38,24 @@ class Pipeline:
         allowed: Terms,
         fixed: Floats,
         *,
-        log: bool = False,
+        noise: str = "auto",
         tolerance: float = 0.0,
         slopes_of: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """`slopes_of` says which states were not measured and are the slope of which other."""
         self.series, self.library, self.allowed, self.fixed = series, library, allowed, fixed
-        segments, self.starts = cut(series, log)
-        self.smoothed = [smooth(one, log, slopes_of) for one in series]
+        segments, self.starts = cut(series, noise == "log")
+        self.smoothed = [smooth(one, noise == "log", slopes_of) for one in series]
+        self.relative = noise == "relative" or (noise == "auto" and grows_with_state(series, self.smoothed))
+        if self.relative:
+            pairs = zip(series, self.smoothed, strict=True)
+            sizes = cut([replace(one, values=sizes_of(curve.samples)) for one, curve in pairs])[0].values
+            segments = replace(segments, weights=1 / np.nan_to_num(sizes, nan=1.0))
         self.states = np.concatenate([c.samples[rows] for c, rows in zip(self.smoothed, self.starts, strict=True)])
-        noise = np.sqrt(np.mean([curve.noise**2 for curve in self.smoothed], axis=0))
-        noise = np.where(segments.observed.any((0, 1)), noise, noise.max())
-        self.search = Search(
-            Shooting(segments, library, Accuracy()), allowed, fixed, np.maximum(noise, 1e-6), tolerance
-        )
+        self.smooth_noise = residual_noise(series, self.smoothed, self.relative, noise == "log")
+        self.smooth_noise = np.where(segments.observed.any((0, 1)), self.smooth_noise, self.smooth_noise.max())
+        shooting = Shooting(segments, library, Accuracy())
+        self.search = Search(shooting, allowed, fixed, np.maximum(self.smooth_noise, 1e-6), tolerance)
         self.weak = weak_system(series, self.smoothed, library)
         self.search.weak = self.weak
 
@@ -56,8 +71,7 @@ class Pipeline:
         densest = max(search.sound(), key=lambda c: c.size)
         if not search.exact(search.best()):
             search.eliminate(densest)
-        if search.best().size < densest.size:
-            search.eliminate(search.best())
+        search.eliminate(search.best())
         progress(f"eliminated to {search.best().size}, {search.best().criterion:.1f}")
         best = search.polish(search.best())
         progress(f"polished to {best.size}, {best.criterion:.1f}, {len(search.seen)} fits")
@@ -86,10 +100,31 @@ class Pipeline:
             search.refresh(noise, accuracy)
             best = search.polish(search.fit(best.terms, best.solution, iterations=40))
             progress(f"settled on {best.size}, {best.criterion:.1f}")
+        if search.exact(best) and not search.coarse():
+            best = self._to_the_last_digit(best)
         return search.sober(best)
+
+    def _to_the_last_digit(self, best: Candidate) -> Candidate:
+        """The same terms with finer weights and steps: exact data deserve exact coefficients."""
+        search, old = self.search, best.solution
+        fine = Search(search.shooting, self.allowed, self.fixed, search.noise)
+        fine.floor = np.full_like(search.noise, ROUNDING)
+        found, noise = old, fine.floor
+        for _ in range(2):  # to rounding error, and again by what really is left
+            shooting = search.shooting.with_accuracy(sharpen(fine, found))
+            found = shooting.fit(found.states, found.coefficients, best.terms, noise, iterations=40)
+            if not np.isfinite(found.cost):
+                return best
+            noise = fine.noise_of(found)
+        if search.criterion(found) > best.criterion + 1e-6:
+            return best
+        exact = Candidate(found, best.criterion)
+        search.seen[best.terms.tobytes()] = exact
+        return exact
 
     def _first_candidates(self, progress: Progress) -> None:
         search = self.search
+        search.restart(np.zeros_like(self.allowed), self.states, ())  # what is left if nothing else holds
         for terms in weak_supports(*self.weak, self.allowed, self.fixed):
             found = search.restart(terms, self.states, TIGHTENING)
             progress(f"weak form, {int(terms.sum())} terms: {found.criterion:.1f}")
@@ -146,5 +181,5 @@ class Pipeline:
             first += len(rows)
             count = FINE * (len(one.times) - 1) + 1
             times = np.interp(np.arange(count) / FINE, np.arange(len(one.times)), one.times)
-            found.append(Smooth(times, points[:count], points[:count:FINE], np.zeros(0)))
+            found.append(Smooth(times, points[:count], points[:count:FINE]))
         return found

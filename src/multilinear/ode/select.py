@@ -11,13 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import gammaln
 
+from multilinear.errors import MultilinearError
 from multilinear.ode.library import Terms
 from multilinear.ode.polynomial import Floats
 from multilinear.ode.shooting import JOIN, Accuracy, Shooting, Solution
 from multilinear.ode.subsets import best_subsets, neighbours_alike, reduce, wald, weakest
 from multilinear.ode.warm import weak_fit
 
-FLOOR = 1e-9  # residuals below this share of a state are rounding, and no reason for another term
+FLOOR = 1e-6  # residuals below this share of a state are rounding, and no reason for another term
+ROUNDING = 1e-9  # what is left of exact data by a fit to the last digit
 PATIENCE = 2500  # evaluations after which a search ends where it stands; most take a third
 GAMMA = 1.5  # how much having been picked from many costs; 1 is usual for many candidates
 WRONG_SIGN = 1e4  # added to the criterion for a coefficient that must not be negative
@@ -71,6 +73,11 @@ class Search:
             found = np.sqrt(solution.squares / self.counts)
         seen = self.counts > 0
         return np.asarray(np.maximum(np.where(seen, found, found[seen].mean()), self.floor))
+
+    def unweighted(self, solution: Solution) -> Floats:
+        """Data minus model, in natural units."""
+        weights = self.shooting.segments.weights
+        return solution.residuals if weights is None else solution.residuals / weights
 
     def criterion(self, solution: Solution) -> float:
         if not np.isfinite(solution.cost):
@@ -132,7 +139,10 @@ class Search:
         return [found for found in self.seen.values() if np.isfinite(found.criterion)]
 
     def best(self) -> Candidate:
-        return min(self.seen.values(), key=lambda found: found.criterion)
+        sound = self.sound()
+        if not sound:
+            raise MultilinearError("no law could be fitted: every one blows up; look at the data in a plot first")
+        return min(sound, key=lambda found: found.criterion)
 
     def sober(self, best: Candidate) -> Candidate:
         """The choice again, if even the best fit misses something: correlated residuals are fewer than they look."""
@@ -157,6 +167,10 @@ class Search:
         """Whether nothing but rounding is left, so that only fewer terms could be better."""
         return bool((self.noise_of(found.solution) <= 1.01 * self.floor).all())
 
+    def coarse(self) -> bool:
+        """Whether the user asked for no more than a rough law."""
+        return bool((self.floor > FLOOR).any())
+
     def eliminate(self, start: Candidate) -> None:
         """From `start` down: leave out the terms that matter least by the curvature, several at once at first."""
         current = start
@@ -178,7 +192,7 @@ class Search:
         total = np.nanvar(values[:, :, seen], axis=(0, 1)) * self.counts[seen]
 
         def unexplained(found: Candidate) -> float:
-            return float((found.solution.squares[seen] / total).mean())
+            return float((np.nansum(self.unweighted(found.solution) ** 2, (0, 1))[seen] / total).mean())
 
         best, limit = start, unexplained(start) + share
         while best.size > 1:

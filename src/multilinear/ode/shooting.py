@@ -28,6 +28,7 @@ class Segments:
     inputs: Floats | None = None  # (S, m, u)
     input_slopes: Floats | None = None
     log: bool = False  # whether noise is on the logarithm
+    weights: Floats | None = None  # (S, m, d): where noise grows with the state, one over its size
 
     @property
     def observed(self) -> NDArray[np.bool_]:
@@ -51,7 +52,7 @@ class Solution:
     active: Terms
     noise: Floats  # (d,): the scale of residuals that the fit was weighted with
     cost: float
-    residuals: Floats  # (S, m, d): data minus model, NaN where nothing was measured
+    residuals: Floats  # (S, m, d): data minus model, times weights; NaN where nothing was measured
     curvature: Floats | None = None  # of half the cost in (states, coefficients)
     gradient: Floats | None = None
 
@@ -156,6 +157,8 @@ class Shooting:
                 slope = slope / model[:, :, None]
                 model = np.log(model)
             miss = np.where(seen, segments.values[:, q] - model, 0.0)
+            if segments.weights is not None:
+                miss, slope = miss * segments.weights[:, q], slope * segments.weights[:, q, :, None]
             residuals[:, q] = np.where(seen, miss, np.nan)
             weighted, rows = miss / noise, np.where(seen[:, :, None], slope, 0.0) / noise[:, None]
             cost += 0.5 * float((weighted**2).sum())

@@ -34,9 +34,8 @@ def judge(best: Candidate, pipeline: Pipeline) -> Verdict:
     with np.errstate(all="ignore"):
         values = values[:, :, seen]
         total = np.nansum((values - np.nanmean(values, (0, 1))) ** 2, (0, 1))
-        share = best.solution.squares[seen] / np.maximum(total, 1e-300)
-    smooth_noise = np.sqrt(np.mean([curve.noise**2 for curve in pipeline.smoothed], axis=0))[seen]
-    excess = search.noise_of(best.solution)[seen] / np.maximum(smooth_noise, 1e-6)
+        share = np.nansum(search.unweighted(best.solution) ** 2, (0, 1))[seen] / np.maximum(total, 1e-300)
+    excess = search.noise_of(best.solution)[seen] / np.maximum(pipeline.smooth_noise[seen], 1e-6)
     differences = np.array([c.criterion - best.criterion for c in search.sound()])
     belief = 1 / float(np.exp(-0.5 * np.clip(differences, 0, 700)).sum())
     alike = 0.0 if search.exact(best) else neighbours_alike(residuals)  # rounding is not noise

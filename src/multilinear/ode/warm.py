@@ -12,24 +12,27 @@ from multilinear.ode.polynomial import Floats
 from multilinear.ode.series import Series
 
 FINE = 4  # points of the fine grid to a sample
+SMALLEST = 0.02  # share of a state's usual size below which relative noise shrinks no further
+NOISELESS = 1e-3  # residuals below this are the curve's own error, and tell nothing about noise
+ENOUGH = 40  # samples of a state that its kind of noise can be told from
+FAR_LIKELIER = 10.0  # difference of log likelihoods
 WINDOWS = (0.08, 0.2)  # widths of test functions, as shares of a trajectory
 
 
 @dataclass(frozen=True)
 class Smooth:
-    """A smoothed trajectory on a fine grid, its value at the samples, and the residuals' size for each state."""
+    """A smoothed trajectory on a fine grid, and its values at the samples."""
 
     times: Floats
     states: Floats
     samples: Floats
-    noise: Floats
 
 
 def smooth(series: Series, log: bool = False, slopes_of: Mapping[int, int] = MappingProxyType({})) -> Smooth:
     """Smoothing splines, each with as much smoothing as generalised cross-validation finds; lines for few samples."""
     count = FINE * (len(series.times) - 1) + 1
     fine = np.interp(np.arange(count) / FINE, np.arange(len(series.times)), series.times)
-    columns, noise = np.zeros((count, series.values.shape[1])), np.zeros(series.values.shape[1])
+    columns = np.zeros((count, series.values.shape[1]))
     for j, y in enumerate(series.values.T):
         seen = np.isfinite(y)
         if not seen.any():
@@ -38,12 +41,47 @@ def smooth(series: Series, log: bool = False, slopes_of: Mapping[int, int] = Map
         curve = _curve(t, values)
         # past the first and last measurement of this state a spline runs away
         columns[:, j] = curve(np.clip(fine, t[0], t[-1]))
-        noise[j] = np.sqrt(np.mean((values - curve(t)) ** 2))
     if log:
         columns = np.exp(columns)
     for slope, state in slopes_of.items():
         columns[:, slope] = np.gradient(columns[:, state], fine)
-    return Smooth(fine, columns, columns[::FINE], noise)
+    return Smooth(fine, columns, columns[::FINE])
+
+
+def sizes_of(states: Floats) -> Floats:
+    """What relative noise is relative to: the state, but not less than a small share of its usual size."""
+    return np.asarray(np.maximum(np.abs(states), SMALLEST * np.sqrt(np.mean(states**2, axis=0)) + 1e-12))
+
+
+def _residuals(series: Sequence[Series], smoothed: Sequence[Smooth], log: bool = False) -> Floats:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if log:
+            parts = [np.log(one.values) - np.log(curve.samples) for one, curve in zip(series, smoothed, strict=True)]
+        else:
+            parts = [one.values - curve.samples for one, curve in zip(series, smoothed, strict=True)]
+    return np.concatenate(parts)
+
+
+def residual_noise(series: Sequence[Series], smoothed: Sequence[Smooth], relative: bool, log: bool) -> Floats:
+    """Root mean squares of what the smooth curves leave, 0 for states that were not measured."""
+    rest = _residuals(series, smoothed, log)
+    if relative:
+        rest = rest / np.concatenate([sizes_of(curve.samples) for curve in smoothed])
+    return np.asarray(np.sqrt(np.nansum(rest**2, 0) / np.maximum(np.isfinite(rest).sum(0), 1)))
+
+
+def grows_with_state(series: Sequence[Series], smoothed: Sequence[Smooth]) -> bool:
+    """Whether noise in proportion to the states is far likelier than noise of one size, given the smooth curves."""
+    rest = _residuals(series, smoothed)
+    sizes = np.concatenate([sizes_of(curve.samples) for curve in smoothed])
+    gain = 0.0
+    for miss, size in zip(rest.T, sizes.T, strict=True):
+        seen = np.isfinite(miss)
+        if seen.sum() < ENOUGH or np.mean(miss[seen] ** 2) < NOISELESS**2:
+            continue
+        even, scaled = np.mean(miss[seen] ** 2), np.mean((miss[seen] / size[seen]) ** 2)
+        gain += 0.5 * seen.sum() * (np.log(even) - np.log(scaled)) - np.log(size[seen]).sum()
+    return bool(gain > FAR_LIKELIER)
 
 
 def _curve(t: Floats, y: Floats) -> Callable[[Floats], Floats]:
