@@ -24,6 +24,7 @@ def test_examples_run(code, tmp_path, monkeypatch):
 
 def test_commands_run(tmp_path):
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    (tmp_path / "examples").symlink_to(Path(__file__).parents[1] / "examples")
     for line in COMMANDS:
         line = line.replace("multilinear demo", "multilinear demo --epochs 1")  # the rest as it stands
         subprocess.run(

@@ -250,6 +250,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "discover": cli_ode.discover,
     "demo": demo,
     "lotka-volterra": cli_ode.lotka_volterra,
+    "node-comparison": cli_ode.node_comparison,
 }
 
 

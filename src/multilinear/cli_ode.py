@@ -98,6 +98,46 @@ def lotka_volterra(
     console.print(f"largest coefficient error {max(errors):.1e} over {len(errors)} starts ({counts})")
 
 
+def node_comparison(
+    seeds: Annotated[tuple[int, ...], arg(help="Random starts.")] = tuple(range(10)),
+    published_only: Annotated[bool, arg(help="Only the paper's four models, none of matched size.")] = False,
+    epochs: Annotated[int | None, arg(help="Fewer or more than the paper's 40 and 30.")] = None,
+    report: Annotated[Path | None, arg(metavar="OUT.html", help="Write a page with curves and particles.")] = None,
+    json: Annotated[bool, arg(help="Print JSON for machines.")] = False,
+) -> None:
+    """Repeat the paper's comparison of neural ODEs: NODE and PolyNODE, ANODE and PolyANODE, on the annulus."""
+    from dataclasses import replace
+
+    from rich.progress import track
+
+    from multilinear.paper import node_comparison as experiment
+
+    if not seeds or (epochs is not None and epochs < 1):
+        raise MultilinearError(f"needs a seed and an epoch, got {len(seeds)} seeds and {epochs} epochs")
+    models = experiment.PUBLISHED if published_only else experiment.variants()
+    if epochs is not None:
+        models = tuple(replace(model, epochs=epochs) for model in models)
+    pairs = [(model, seed) for seed in seeds for model in models]
+    runs = [experiment.train(*pair) for pair in track(pairs, "runs", console=console, disable=json)]
+    if report is not None:
+        experiment.write_page(runs, report)
+    rows, claims = experiment.summary(runs), experiment.claims(runs)
+    if json:
+        sys.stdout.write(json_module.dumps({"models": rows, "claims": claims}, indent=2) + "\n")
+        return
+    grid = Table("model", "parameters", "finished", "loss", "accuracy", "evaluations", box=None, pad_edge=False)
+    for row in rows:
+        cells = [_spread(row[key]) for key in ("loss", "accuracy", "last_evaluations")]
+        grid.add_row(row["model"], str(row["parameters"]), f"{row['finished']} of {row['runs']}", *cells)
+    console.print(grid)
+    for model, claim, held, count in claims:
+        console.print(f"{model}: {claim}: {held} of {count} seeds", highlight=False)
+
+
+def _spread(pair: list[float] | None) -> str:
+    return "-" if pair is None else f"{pair[0]:.3g} ± {pair[1]:.2g}"
+
+
 def _list(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
