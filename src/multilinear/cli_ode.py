@@ -127,7 +127,7 @@ def node_comparison(
         return
     grid = Table("model", "parameters", "finished", "loss", "accuracy", "evaluations", box=None, pad_edge=False)
     for row in rows:
-        cells = [_spread(row[key]) for key in ("loss", "accuracy", "last_evaluations")]
+        cells = [_spread(row[key]) for key in ("loss", "accuracy", "evaluations, last epoch")]
         grid.add_row(row["model"], str(row["parameters"]), f"{row['finished']} of {row['runs']}", *cells)
     console.print(grid)
     for model, claim, held, count in claims:

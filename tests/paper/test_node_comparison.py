@@ -1,9 +1,11 @@
+import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
+from multilinear.cli import main
 from multilinear.paper.node_comparison import (
     PUBLISHED,
     Run,
@@ -135,3 +137,11 @@ def test_curves_of_runs_of_different_length():
 def test_the_augmented_model_solves_it():
     run = train(ANODE, 0)
     assert run.loss < 0.003 and run.accuracy > 0.995
+
+
+def test_the_command_prints_a_row_for_each_model(capsys):
+    main(["node-comparison", "--seeds", "0", "--epochs", "1", "--published-only", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [row["model"] for row in found["models"]] == ["NODE", "PolyNODE", "ANODE", "PolyANODE"]
+    with pytest.raises(SystemExit):
+        main(["node-comparison", "--epochs", "0"])
