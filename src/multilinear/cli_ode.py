@@ -62,6 +62,10 @@ def discover(
     for name, term, row in page.coefficient_rows(model.law):
         grid.add_row(f"d{name}/dt", term, f"{row.estimate:.5g}", f"{row.low:.5g} to {row.high:.5g}")
     console.print(grid)
+    if not model.verdict.identified:
+        for other in model.alternatives:
+            text = other.law.text().replace("\n", "; ")
+            console.print(f"[dim]or {text} (difference {other.difference:.1f})[/dim]", highlight=False, soft_wrap=True)
     kind = "relative noise" if model.found.noise_is_relative else "noise"
     spread = ", ".join(f"{name} {value:.3g}" for name, value in model.noise.items())
     console.print(f"R² {model.score():.4f}; {kind}: {spread}", highlight=False)

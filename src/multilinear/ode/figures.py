@@ -21,7 +21,7 @@ def fitted(model: "PolynomialODE", fine: int = 1) -> list[tuple[Floats, Floats]]
     found = []
     times, _, forced = model.data
     for k, (t, start) in enumerate(zip(times, model.starts, strict=True)):
-        grid = np.interp(np.arange(fine * (len(t) - 1) + 1) / fine, np.arange(len(t)), t)
+        grid = _finer(t, fine)
         inputs = None
         if forced is not None:
             inputs = np.stack([np.interp(grid, t, column) for column in forced[k].T], axis=1)
@@ -30,6 +30,10 @@ def fitted(model: "PolynomialODE", fine: int = 1) -> list[tuple[Floats, Floats]]
         except MultilinearError:
             found.append((grid[:0], np.zeros((0, len(model.law.names)))))
     return found
+
+
+def _finer(t: Floats, times: int) -> Floats:
+    return np.interp(np.arange(times * (len(t) - 1) + 1) / times, np.arange(len(t)), t)
 
 
 def draw_fit(model: "PolynomialODE") -> Figure:
@@ -112,15 +116,17 @@ def forecast(model: "PolynomialODE") -> tuple[list[tuple[Floats, Floats]], float
             [x[:end] for x, end in zip(states, ends, strict=True)],
             None if forced is None else [u[:end] for u, end in zip(forced, ends, strict=True)],
         )
-        found = [
-            (t, early.law.solve(t, start, None if forced is None else forced[k]))
-            for k, (t, start) in enumerate(zip(times, early.starts, strict=True))
-        ]
+        found, at_samples = [], []
+        for k, (t, start) in enumerate(zip(times, early.starts, strict=True)):
+            grid = _finer(t, 4)
+            u = None if forced is None else np.stack([np.interp(grid, t, column) for column in forced[k].T], axis=1)
+            found.append((grid, early.law.solve(grid, start, u)))
+            at_samples.append(found[-1][1][::4])
     except MultilinearError:
         return None
     width = states[0].shape[1]
     late = np.concatenate([x[end:] for x, end in zip(states, ends, strict=True)])
-    said = np.concatenate([x[end:, :width] for (_, x), end in zip(found, ends, strict=True)])
+    said = np.concatenate([x[end:, :width] for x, end in zip(at_samples, ends, strict=True)])
     spread = np.nanvar(np.concatenate(states), axis=0)
     if not np.isfinite(late).any():
         return None
