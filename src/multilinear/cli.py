@@ -11,6 +11,7 @@ import torch
 import tyro
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Column, Table
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -288,7 +289,7 @@ def _print_json(data: Any) -> None:
 
 
 def _print_error(text: str) -> None:
-    Console(stderr=True).print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
+    Console(stderr=True).print(f"[red]error:[/red] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def _millions(count: float) -> str:

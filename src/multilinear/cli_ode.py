@@ -3,13 +3,16 @@
 import json as json_module
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.table import Table
 from tyro.conf import Positional, arg
 
 from multilinear.errors import MultilinearError
+
+if TYPE_CHECKING:
+    from multilinear.ode import PolynomialODE
 
 console = Console()
 
@@ -38,8 +41,10 @@ def discover(
     from multilinear.ode.table import read_table
 
     table = read_table(data, time=time, states=_list(states), inputs=_list(inputs), run=run)
-    if degree != "auto" and not degree.isdigit():
+    if degree != "auto" and not degree.isdecimal():
         raise MultilinearError(f"--degree must be auto or a whole number, got {degree!r}")
+    if plot is not None:
+        figures.check_picture(plot)
     with Console(stderr=True).status("looking for a law") as status:
         model = PolynomialODE(
             "auto" if degree == "auto" else int(degree), names=table.names, inputs=table.input_names, order=order,
@@ -47,16 +52,25 @@ def discover(
             tolerance=tolerance, progress=status.update,
         )  # fmt: skip
         model.fit(table.times, table.states, table.inputs)
+    if json:
+        sys.stdout.write(json_module.dumps({**page.as_json(model), "time": table.time_name}, indent=2) + "\n")
+    else:
+        _print_law(model, table.time_name)
+    with Console(stderr=True).status("writing the report, with a forecast of the last fifth"):
         if report is not None:
-            status.update("writing the report, with a forecast of the last fifth")
             page.write_page(model, report, f"The law behind {data.name}")
         if plot is not None:
             figures.save(model.plot(), plot)
-    if json:
-        sys.stdout.write(json_module.dumps(page.as_json(model), indent=2) + "\n")
-        return
+    for path in (report, plot):
+        if path is not None and not json:
+            console.print(f"wrote {path}", highlight=False, markup=False)
+
+
+def _print_law(model: "PolynomialODE", time: str) -> None:
+    from multilinear.ode import page
+
     for note in page.notes(model):
-        console.print(f"[yellow]{note}[/yellow]", highlight=False)
+        console.print(note, style="yellow", highlight=False, markup=False)
     console.print(model.law.text(), style="bold", highlight=False, soft_wrap=True)
     grid = Table("equation", "term", "coefficient", "95% interval", box=None, pad_edge=False)
     for name, term, row in page.coefficient_rows(model.law):
@@ -65,13 +79,14 @@ def discover(
     if not model.verdict.identified:
         for other in model.alternatives:
             text = other.law.text().replace("\n", "; ")
-            console.print(f"[dim]or {text} (difference {other.difference:.1f})[/dim]", highlight=False, soft_wrap=True)
+            console.print(
+                f"or {text} (difference {other.difference:.1f})", style="dim", highlight=False, soft_wrap=True
+            )
+    if page.constants(model):
+        console.print("constant: " + "; ".join(page.constants(model)), highlight=False)
     kind = "relative noise" if model.found.noise_is_relative else "noise"
     spread = ", ".join(f"{name} {value:.3g}" for name, value in model.noise.items())
-    console.print(f"R² {model.score():.4f}; {kind}: {spread}", highlight=False)
-    for path in (report, plot):
-        if path is not None:
-            console.print(f"wrote {path}", highlight=False)
+    console.print(f"R² {model.score():.4f}; {kind}: {spread}; time: {time}", highlight=False, markup=False)
 
 
 def lotka_volterra(

@@ -9,6 +9,7 @@ from scipy.integrate import solve_ivp
 
 from multilinear.errors import MultilinearError
 from multilinear.ode import Library, PolynomialODE, conserved, discover
+from multilinear.ode.invariants import linear_relation
 from multilinear.ode.library import term_names
 from multilinear.ode.page import as_json, notes
 
@@ -188,6 +189,70 @@ def test_a_solution_that_blows_up_says_when():
         model.predict(np.linspace(0, 2, 50), [1.0])
 
 
+def test_a_state_of_pure_noise_is_not_explained_by_slack_between_segments():
+    generator = np.random.default_rng(0)
+    times = np.linspace(0, 5, 100)
+    states = np.stack([np.cos(times), -np.sin(times), np.zeros(100)], 1) + 0.01 * generator.normal(size=(100, 3))
+    states[:, 2] = generator.normal(size=100)
+    model = PolynomialODE(1).fit(times, states)
+    assert not model.verdict.explained
+    assert "how z changes" in notes(model)[0]
+    assert abs(model.score() - model.verdict.r2) < 0.2
+
+
+def test_populations_stay_populations_where_a_sum_is_constant():
+    times = np.linspace(0, 10, 60)
+    share = 1 / (1 + 9 * np.exp(-times))
+    pair = np.stack([share, 1 - share], 1)
+    for model in (PolynomialODE(2, populations=True).fit(times, pair), PolynomialODE(2).fit(times, pair)):
+        assert {name: set(row) for name, row in terms(model).items()} == {"x": {"x*y"}, "y": {"x*y"}}
+
+
+@pytest.mark.parametrize("noise", [1e-4, 1e-2])
+def test_a_constant_sum_is_found_under_noise(noise):
+    times = np.linspace(0, 6, 40)
+    pair = np.stack([np.exp(-times / 2), 1 - np.exp(-times / 2)], 1)
+    pair += noise * np.random.default_rng(0).normal(size=pair.shape)
+    assert linear_relation([pair]).weights == pytest.approx([1, 1])
+
+
+def test_many_rows_each_state_at_its_own_times():
+    times = np.linspace(0, 12, 2400)
+    states = solve(predator, times, [1.0, 1.0])
+    states[::2, 0] = states[1::2, 1] = np.nan
+    check(PolynomialODE(2).fit(times, states), 1e-4)
+
+
+def test_runs_of_very_different_length():
+    long, short = np.linspace(0, 10, 400), np.linspace(0, 0.1, 3)
+    runs = [solve(predator, t, [1.0, 1.0]) for t in (long, short)]
+    check(PolynomialODE(2).fit([long, short], runs), 1e-4)
+
+
+def test_inputs_that_jump_survive_many_rows():
+    generator = np.random.default_rng(0)
+    times = np.linspace(0, 60, 600)
+    u = np.repeat(generator.choice([-1.0, 1.0], 60), 10)
+    x = np.zeros(600)
+    for k in range(599):
+        step, middle = times[1] - times[0], (u[k] + u[k + 1]) / 2
+        x[k + 1] = x[k] * np.exp(-0.5 * step) + 4 * middle * (1 - np.exp(-0.5 * step))
+    found = terms(PolynomialODE(1, inputs=["u"]).fit(times, x, u))["x"]
+    assert found["u"] == pytest.approx(2, rel=0.02) and found["x"] == pytest.approx(-0.5, rel=0.02)
+
+
+def test_shapes_that_users_give():
+    rows = [list(row) for row in CLEAN]
+    check(PolynomialODE(2).fit(list(TIMES), rows), 1e-6)
+    hidden = np.ma.masked_greater(CLEAN, 6.0)
+    check(PolynomialODE(2).fit(TIMES, hidden), 1e-4)
+    single = PolynomialODE(1).fit(TIMES, np.exp(-TIMES / 4))
+    assert single.score(TIMES, np.exp(-TIMES / 4)) == pytest.approx(1)
+    assert single.predict([3.0], [2.0]).tolist() == [[2.0]]
+    with pytest.raises(MultilinearError, match="must be numbers"):
+        single.predict(["a"], [1.0])
+
+
 @pytest.mark.parametrize(
     ("times", "states", "message"),
     [
@@ -201,6 +266,9 @@ def test_a_solution_that_blows_up_says_when():
         (np.where(TIMES > 5, np.nan, TIMES), CLEAN, "missing or not finite"),
         (TIMES, np.full((80, 2), np.nan), "x has 0 values"),
         (TIMES, [["a", "b"]] * 80, "must be numbers"),
+        ([], [], "no trajectory has two rows"),
+        (TIMES, CLEAN + 1e6, "subtract an offset"),
+        (TIMES, np.random.default_rng(0).normal(size=(80, 40)), "too many; choose fewer states"),
     ],
 )
 def test_bad_input_is_named(times, states, message):
@@ -216,6 +284,9 @@ def test_bad_input_is_named(times, states, message):
         ({"noise": "pink"}, "unknown noise"),
         ({"tolerance": 2.0}, "tolerance is a share"),
         ({"order": 2, "noise": "log"}, "order 2 is for positions"),
+        ({"degree": "three"}, "degree must be"),
+        ({"fix": {"x": 1.0}}, "fix is written"),
+        ({"fix": {"x": {"x": float("nan")}}}, "finite number"),
     ],
 )
 def test_bad_options_are_named(options, message):

@@ -57,7 +57,7 @@ class _Reader:
 
     def _intervals(self, found: Candidate) -> tuple[Interval, ...]:
         solution, search, exponents = found.solution, self.pipeline.search, self.pipeline.library.exponents
-        freedom = max(1, search.samples - found.size - solution.states.shape[1])
+        freedom = max(1, search.samples - found.size - len(self.pipeline.starts) * solution.states.shape[1])
         wide = float(student.ppf(0.975, freedom)) * math.sqrt(search.samples / freedom)
         # the fit was weighted with the noise it found, so its covariance is in the right units
         errors = np.zeros(solution.active.shape)

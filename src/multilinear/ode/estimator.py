@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -11,14 +12,27 @@ from matplotlib.figure import Figure
 from multilinear.errors import MultilinearError, check_choice
 from multilinear.ode import invariants
 from multilinear.ode.conclude import Alternative, Found, conclude
-from multilinear.ode.law import Interval, Law, find_term
-from multilinear.ode.library import Library, Terms
+from multilinear.ode.known import Known, own_terms
+from multilinear.ode.law import Interval, Law
+from multilinear.ode.library import Library
 from multilinear.ode.pipeline import Pipeline, Progress
 from multilinear.ode.polynomial import Floats, Polynomial
 from multilinear.ode.select import Candidate
-from multilinear.ode.series import Units, as_list, check_data, make_series, natural_units, thin
+from multilinear.ode.series import (
+    all_series,
+    as_numbers,
+    check_data,
+    check_series,
+    first_complete,
+    natural_units,
+    read_data,
+    thin,
+    without_single_rows,
+)
 from multilinear.ode.verdict import Verdict, judge
 
+MOST = 2000  # rows that a fit takes
+MOST_TERMS = 600  # in all equations together
 MANY = 300  # rows from which on terms are searched in a part of them
 NOISES = ("auto", "additive", "relative", "log")
 STRONG = 6.0  # difference of the criterion that speaks for a higher degree
@@ -66,100 +80,94 @@ class PolynomialODE:
         tolerance: float = 0.0,
         progress: Progress | None = None,
     ) -> None:
-        if degree != "auto" and not 1 <= int(degree) <= 8:
-            raise MultilinearError(f"degree must be from 1 to 8, or 'auto'; got {degree}")
+        if degree != "auto" and (not isinstance(degree, int) or not 1 <= degree <= 8):
+            raise MultilinearError(f"degree must be from 1 to 8, or 'auto'; got {degree!r}")
         if order not in (1, 2):
             raise MultilinearError(f"order must be 1 or 2, got {order}")
-        self.degree, self.order, self.noise_model = degree, order, check_choice("noise", noise, NOISES)
-        if order == 2 and (noise == "log" or populations):
-            raise MultilinearError("order 2 is for positions, which are neither populations nor of log noise")
-        self.names, self.inputs = tuple(names) if names else None, tuple(inputs)
+        self.degree: int | Literal["auto"] = degree
+        self.order, self.noise_model = order, check_choice("noise", noise, NOISES)
+        if order == 2 and (noise == "log" or populations or positive):
+            raise MultilinearError("order 2 is for positions, which are no populations, not positive, not of log noise")
+        self.names = tuple(map(str, names)) if names is not None else None
+        self.input_names = tuple(map(str, inputs))
         if not 0 <= tolerance < 1:
             raise MultilinearError(f"tolerance is a share of each state's spread, from 0 to below 1; got {tolerance}")
-        self.populations, self.positive, self.conserve, self.tolerance = populations, positive, conserve, tolerance
-        self.fix, self.forbid = dict(fix or {}), dict(forbid or {})
+        self.conserve, self.tolerance = conserve, tolerance
+        self.known = Known(populations, positive, dict(fix or {}), dict(forbid or {}))
         self.progress = progress or (lambda _: None)
         self._found: Found | None = None
 
     def fit(self, t: Any, X: Any, inputs: Any = None) -> "PolynomialODE":
         """Find the law. One trajectory (n,), (n, d), or a list of each; NaN where nothing was measured."""
-        times, states = as_list(t), [x[:, None] if x.ndim == 1 else x for x in as_list(X)]
-        forced = None if inputs is None else [u[:, None] if u.ndim == 1 else u for u in as_list(inputs)]
-        names = self._names(states, forced)
-        check_data(times, states, forced, names, self.noise_model == "log")
-        times, states, forced = thin(times, states, forced)
+        times, states, forced = read_data(t, X, inputs)
+        check_series(times, states, forced)
+        self._name(states, forced)
+        times, states, forced = without_single_rows(times, states, forced)
+        check_data(states, self.measured, self.noise_model == "log")
+        times, states, forced = thin(times, states, forced, MOST)
         self.data = (times, states, forced)
-        self.measured = names
-        relation = None
-        if self.conserve and self.order == 1 and not self.fix and not self.forbid and forced is None:
-            relation = invariants.linear_relation(times, states)
-        if relation is not None and self.noise_model != "log":
-            self.relation: invariants.Relation | None = relation
-            self._fit_related(times, states, names, relation)
+        self.relation: invariants.Relation | None = None
+        free = self.order == 1 and self.known == Known(positive=self.known.positive) and forced is None
+        if self.conserve and free and self.noise_model != "log":
+            self.relation = invariants.linear_relation(states)
+        if self.relation is not None:
+            self._fit_related(times, states, self.relation)
         else:
-            self.relation = None
-            self._fit(times, states, forced, names)
+            self._fit(times, states, forced)
         return self
 
     def like(self) -> "PolynomialODE":
         """Another one with the same options, not fitted."""
         return PolynomialODE(
-            self.degree, names=self.names, inputs=self.inputs, order=self.order, noise=self.noise_model,
-            populations=self.populations, positive=self.positive, fix=self.fix, forbid=self.forbid,
-            conserve=self.conserve, tolerance=self.tolerance, progress=self.progress,
+            self.degree, names=self.names, inputs=self.input_names, order=self.order, noise=self.noise_model,
+            populations=self.known.populations, positive=self.known.positive, fix=self.known.fix,
+            forbid=self.known.forbid, conserve=self.conserve, tolerance=self.tolerance, progress=self.progress,
         )  # fmt: skip
 
-    def _names(self, states: Sequence[Floats], forced: Sequence[Floats] | None) -> tuple[str, ...]:
+    def _name(self, states: Sequence[Floats], forced: Sequence[Floats] | None) -> None:
+        """Settle the names of states and inputs for these data."""
         width = states[0].shape[1] if states[0].ndim == 2 else 0
-        names = self.names or (("x", "y", "z")[:width] if width <= 3 else tuple(f"x{k + 1}" for k in range(width)))
-        if len(names) != width or len(set(names)) != width:
-            raise MultilinearError(f"{len(names)} names for {width} states; give a different name to each")
-        count = 0 if forced is None else forced[0].shape[1]
-        if count and not self.inputs:
-            self.inputs = tuple(f"u{k + 1}" for k in range(count))
+        usual = ("x", "y", "z")[:width] if width <= 3 else tuple(f"x{k + 1}" for k in range(width))
+        self.measured = self.names or usual
+        if len(self.measured) != width:
+            raise MultilinearError(f"{len(self.measured)} names for {width} states")
+        count = 0 if forced is None else forced[0].shape[-1]
+        self.inputs = self.input_names or tuple(f"u{k + 1}" for k in range(count))
         if len(self.inputs) != count:
             raise MultilinearError(f"{len(self.inputs)} names for {count} inputs")
-        for name in (*names, *self.inputs):
+        velocities = tuple(f"v_{name}" for name in self.measured) if self.order == 2 else ()
+        everything = (*self.measured, *velocities, *self.inputs)
+        if len(set(everything)) < len(everything):
+            raise MultilinearError(f"states and inputs need different names, got {', '.join(everything)}")
+        for name in everything:
             if not name.isidentifier():
                 raise MultilinearError(f"{name!r} cannot name a variable; use letters, digits and _")
-        return tuple(names)
 
-    def _fit(
-        self, times: list[Floats], states: list[Floats], forced: list[Floats] | None, names: tuple[str, ...]
-    ) -> None:
-        slopes_of = {}
+    def _fit(self, times: list[Floats], states: list[Floats], forced: list[Floats] | None) -> None:
+        names, slopes_of = self.measured, {}
         if self.order == 2:
             d = len(names)
             slopes_of = {d + j: j for j in range(d)}
             names = names + tuple(f"v_{name}" for name in names)
             states = [np.hstack([x, np.full_like(x, np.nan)]) for x in states]
         units = natural_units(times, states, forced, slopes_of)
-        series = [
-            make_series(t, x, None if forced is None else forced[k], units)
-            for k, (t, x) in enumerate(zip(times, states, strict=True))
-        ]
-        rows = sum(len(t) for t in times)
+        series = all_series(times, states, forced, units)
         few = series
-        if rows > MANY:  # search in every k-th row, then fit all
-            every = -(-rows // (MANY // 2))
-            few = [
-                make_series(t[::every], x[::every], None if forced is None else forced[k][::every], units)
-                for k, (t, x) in enumerate(zip(times, states, strict=True))
-            ]
+        if sum(len(t) for t in times) > MANY:  # search in a part of the rows, then fit all
+            few = all_series(*thin(times, states, forced, MANY // 2), units)
         d = len(names)
         best: tuple[Candidate, Pipeline] | None = None
         worse = 0
-        for degree in self._degrees(len(names)):
+        measured = sum(int(np.isfinite(x).sum()) for x in states)
+        for degree in self._degrees(names, measured):
             library = Library(d, degree, len(self.inputs))
-            allowed, fixed = self._terms(library, names, units, slopes_of)
-            measured = sum(int(np.isfinite(x).sum()) for x in states)
+            allowed, fixed = self.known.terms(library, names, self.inputs, units, slopes_of)
             if best is not None and allowed.sum() > 0.45 * measured:
                 break  # more terms than the data could tell apart
             options: dict[str, Any] = {"noise": self.noise_model, "tolerance": self.tolerance, "slopes_of": slopes_of}
             pipeline = Pipeline(few, library, allowed, fixed, **options)
-            if self.positive:
-                own = np.stack([library.exponents[:, j] > 0 for j in range(d)])
-                pipeline.search.nonnegative = ~own
+            if self.known.positive:
+                pipeline.search.nonnegative = ~own_terms(library)
             found = pipeline.run(self.progress, best[0] if best else None)
             self.progress(f"degree {degree}: {found.size} terms, criterion {found.criterion:.1f}")
             if best is None or found.criterion < best[0].criterion - STRONG:
@@ -176,58 +184,46 @@ class PolynomialODE:
             pipeline = Pipeline(series, small.library, small.allowed, small.fixed, **options)
             pipeline.search.nonnegative = small.search.nonnegative
             best = pipeline.refine(best[0], self.progress), pipeline
-        self._found = conclude(*best, units, names, self.inputs)
+        sober = best[1].search.sober(best[0])
+        self._found = conclude(sober, best[1], units, names, self.inputs)
 
-    def _degrees(self, states: int) -> list[int]:
-        if self.degree != "auto":
-            return [int(self.degree)]
-        return list(range(2, HIGHEST.get(states, 2) + 1))
+    def _degrees(self, names: Sequence[str], measured: int) -> list[int]:
+        variables = len(names) + len(self.inputs)
+        if self.degree == "auto":
+            least = max(2, self.known.least_degree((*names, *self.inputs)))
+            if len(names) * math.comb(variables + least, least) > max(MOST_TERMS, 0.45 * measured) and least == 2:
+                least = 1
+            degrees = list(range(least, max(least, HIGHEST.get(len(names), 2)) + 1 if least > 1 else 2))
+        else:
+            degrees = [self.degree]
+        count = len(names) * math.comb(variables + degrees[0], degrees[0])
+        if count > MOST_TERMS:
+            raise MultilinearError(
+                f"{count} terms of degree {degrees[0]} in {variables} variables are too many; choose fewer states, or "
+                "a lower degree"
+            )
+        return degrees
 
-    def _terms(
-        self, library: Library, names: tuple[str, ...], units: Units, slopes_of: Mapping[int, int]
-    ) -> tuple[Terms, Floats]:
-        """Which terms may be found, and the coefficients that are given, in natural units."""
-        place = {tuple(row): k for k, row in enumerate(library.exponents.tolist())}
-        allowed = np.ones((library.states, len(library)), dtype=bool)
-        given = np.zeros(allowed.shape)
-        if self.populations:
-            allowed &= np.stack([library.exponents[:, j] > 0 for j in range(library.states)])
-        everything = (*names, *self.inputs)
-        for equation, terms in self.forbid.items():
-            for term in terms:
-                exponents = find_term(term, everything)
-                if exponents in place:
-                    allowed[names.index(check_choice("state", equation, names)), place[exponents]] = False
-        for slope, state in slopes_of.items():
-            allowed[state] = False
-            given[state, place[tuple(int(k == slope) for k in range(library.variables))]] = 1.0
-        for equation, values in self.fix.items():
-            row = names.index(check_choice("state", equation, names))
-            for term, value in values.items():
-                exponents = find_term(term, everything)
-                if exponents not in place:
-                    raise MultilinearError(f"the fixed term {term!r} has a degree above {library.degree}")
-                allowed[row, place[exponents]] = False
-                given[row, place[exponents]] = value
-        return allowed, units.to_natural(given, library.exponents)
-
-    def _fit_related(
-        self, times: list[Floats], states: list[Floats], names: tuple[str, ...], relation: invariants.Relation
-    ) -> None:
-        """Fit without one of the states that a conserved sum ties together, each in turn; keep the shortest law."""
-        outcomes = []
+    def _fit_related(self, times: list[Floats], states: list[Floats], relation: invariants.Relation) -> None:
+        """Fit with all states, and without each that a conserved sum ties to the others; keep the shortest law."""
+        names = self.measured
+        options: dict[str, Any] = {
+            "positive": self.known.positive, "noise": self.noise_model, "tolerance": self.tolerance,
+            "progress": self.progress, "conserve": False,
+        }  # fmt: skip
+        outcomes = [PolynomialODE(self.degree, names=names, **options).fit(times, states).found]
         for gone in relation.members():
             kept = [j for j in range(len(names)) if j != gone]
-            options: dict[str, Any] = {
-                "positive": self.positive, "tolerance": self.tolerance, "progress": self.progress, "conserve": False,
-            }  # fmt: skip
             part = PolynomialODE(self.degree, names=[names[j] for j in kept], **options)
             part.fit(times, [x[:, kept] for x in states])
             forbid = invariants.other_terms(part.law, relation, gone, names)
-            whole = PolynomialODE(part.polynomial.degree, names=names, forbid=forbid, **options)
-            outcomes.append(whole.fit(times, states))
-        best = min(outcomes, key=lambda one: (not one.verdict.explained, len(one.intervals), -one.verdict.r2))
-        self._found = best.found
+            whole = PolynomialODE(part.polynomial.degree, names=names, forbid=forbid, **options).fit(times, states)
+            # rivals were looked for without the state that is gone
+            verdict = replace(whole.verdict, belief=part.verdict.belief)
+            outcomes.append(replace(whole.found, verdict=verdict))
+        self._found = min(
+            outcomes, key=lambda one: (not one.verdict.explained, len(one.law.intervals), -one.verdict.r2)
+        )
 
     @property
     def found(self) -> Found:
@@ -284,30 +280,34 @@ class PolynomialODE:
 
     def predict(self, t: Any, x0: Any = None, inputs: Any = None) -> Floats:
         """States (n, d) at times `t` from `x0` at the first of them, or from the first trajectory's fitted start."""
-        times = np.asarray(t, np.float64)
+        times, start = as_numbers(t), as_numbers(self.starts[0] if x0 is None else x0).reshape(-1)
         if times.ndim != 1 or len(times) == 0 or not np.isfinite(times).all() or (np.diff(times) <= 0).any():
             raise MultilinearError("predict needs increasing, finite times")
-        start = np.asarray(self.starts[0] if x0 is None else x0, np.float64).reshape(-1)
         if len(start) != len(self.law.names):
             raise MultilinearError(f"x0 must have {len(self.law.names)} values, for {', '.join(self.law.names)}")
-        forced = None if inputs is None else np.asarray(inputs, np.float64).reshape(len(times), -1)
-        if (forced is None) != (not self.inputs):
+        if (inputs is None) != (not self.inputs):
             raise MultilinearError("predict needs inputs exactly where fit had them")
-        if x0 is None and times[0] != self.data[0][0][0]:
-            begin = np.concatenate([[self.data[0][0][0]], times])
-            if forced is None and times[0] > begin[0]:
-                return self.law.solve(begin, start)[1:]
+        forced = None if inputs is None else as_numbers(inputs)
+        if forced is not None:
+            forced = forced[:, None] if forced.ndim == 1 else forced
+            if forced.shape != (len(times), len(self.inputs)):
+                raise MultilinearError(f"inputs must be ({len(times)}, {len(self.inputs)}), got {forced.shape}")
+        first = self.data[0][0][0]
+        if x0 is None and times[0] != first:
+            if forced is None and times[0] > first:
+                return self.law.solve(np.concatenate([[first], times]), start)[1:]
             raise MultilinearError("say x0: the times do not start where the data do")
         return self.law.solve(times, start, forced)
 
     def score(self, t: Any = None, X: Any = None, inputs: Any = None) -> float:
-        """R2 of solutions from the fitted starts, mean over states; of new data, from their own first row."""
+        """R2 of solutions from the fitted starts, mean over states; of new data, from their first complete row."""
         if t is None:
             times, states, forced = self.data
             starts = self.starts
         else:
-            times, states = as_list(t), as_list(X)
-            forced = None if inputs is None else as_list(inputs)
+            if self.order == 2:
+                raise MultilinearError("new data have no velocities to start from; fit them, or use predict with x0")
+            times, states, forced = first_complete(*read_data(t, X, inputs))
             starts = tuple(x[0] for x in states)
         try:
             found = [

@@ -153,6 +153,15 @@ def draw_forecast(model: "PolynomialODE", found: Sequence[tuple[Floats, Floats]]
     return figure
 
 
+def check_picture(path: Path) -> None:
+    """Raise before the work if a picture cannot go there."""
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in kinds:
+        raise MultilinearError(f"a picture's name must end in one of {', '.join(sorted(kinds))}; got {path.name!r}")
+    if not path.absolute().parent.is_dir():
+        raise MultilinearError(f"no folder {path.parent}")
+
+
 def save(figure: Figure, path: Path) -> None:
     try:
         figure.savefig(path, dpi=130, bbox_inches="tight")

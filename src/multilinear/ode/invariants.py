@@ -8,10 +8,8 @@ import numpy as np
 from multilinear.ode.law import Law
 from multilinear.ode.library import Library, term_names
 from multilinear.ode.polynomial import Floats
-from multilinear.ode.series import make_series, natural_units
-from multilinear.ode.warm import residual_noise, smooth
 
-NOISY = 1.3  # how far above the expected noise a constant sum may scatter
+NOISY = 1.3  # how far above the noise between neighbouring rows a constant sum may scatter
 CLEAN = 1e-6  # how far a constant sum of exact data may scatter, as a share of its parts
 SMALL = 0.1  # noise above this share of a sum's parts proves nothing
 
@@ -40,20 +38,17 @@ class Relation:
         return "".join(parts) + f" = {self.constant:.4g}"
 
 
-def linear_relation(times: Sequence[Floats], states: Sequence[Floats]) -> Relation | None:
+def linear_relation(states: Sequence[Floats]) -> Relation | None:
     """The combination of states that varies least, if it varies no more than noise would.
 
     >>> t = np.linspace(0, 5, 30)
-    >>> linear_relation([t], [np.stack([np.exp(-t), 1 - np.exp(-t)], axis=1)]).weights.tolist()
+    >>> linear_relation([np.stack([np.exp(-t), 1 - np.exp(-t)], axis=1)]).weights.tolist()
     [1.0, 1.0]
     """
     raw = np.concatenate(states)
     complete = raw[np.isfinite(raw).all(1)]
     if raw.shape[1] < 2 or len(complete) < 8:
         return None
-    units = natural_units(times, states, None)
-    series = [make_series(t, x, None, units) for t, x in zip(times, states, strict=True)]
-    noise = residual_noise(series, [smooth(one) for one in series], relative=False, log=False) * units.states
     spread = complete.std(0)
     if (spread <= 0).any():
         return None
@@ -66,8 +61,8 @@ def linear_relation(times: Sequence[Floats], states: Sequence[Floats]) -> Relati
     weights = _tidy(weights)
     sums = complete @ weights
     parts = float((np.abs(weights) * spread).max())
-    expected = float(np.sqrt((weights**2 * noise**2).sum()))
-    if float(sums.std()) > max(NOISY * expected, CLEAN * parts) or float(sums.std()) > SMALL * parts:
+    rough = float(np.sqrt(np.mean(np.diff(sums) ** 2) / 2))  # what the scatter would be if it were all noise
+    if float(sums.std()) > max(NOISY * rough, CLEAN * parts) or float(sums.std()) > SMALL * parts:
         return None
     return Relation(weights, float(sums.mean()))
 

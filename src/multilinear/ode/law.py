@@ -72,6 +72,8 @@ class Law:
 
         def field(t: float, x: Floats, u: Floats | None = None) -> Floats:
             point = np.asarray(x, np.float64)
+            if (u is None) != (not self.inputs):
+                raise MultilinearError(f"the law has the inputs {list(self.inputs)}; call f(t, x, u) with them")
             return polynomial(point if u is None else np.concatenate([point, np.atleast_1d(u)]))
 
         return field
@@ -82,6 +84,8 @@ class Law:
         A solution that leaves every bound, or a solver that goes on for ever, ends with an error that says when.
         """
         times = np.asarray(times, np.float64)
+        if len(times) == 1:
+            return np.asarray(start, np.float64)[None].copy()
         bound = LIMIT * np.maximum(self.largest, np.abs(start)) + 1e-12
         calls = 0
 
@@ -152,8 +156,10 @@ def conserved(law: Law, degree: int = 2, tolerance: float = 1e-6) -> list[sympy.
     [0.25*v**2 + 1.0*x**2]
     """
     d = len(law.names)
-    if law.inputs:
+    if law.inputs or not law.polynomial.coefficients.any(1).all():  # a state that never moves is no discovery
         return []
+    if degree > 1 and (linear := conserved(law, 1, tolerance)):
+        return linear  # its powers are constant too
     exponents = monomials(d, degree)[1:]
     total = degree - 1 + law.polynomial.degree
     place = {tuple(row): k for k, row in enumerate(monomials(d, total).tolist())}

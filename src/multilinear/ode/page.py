@@ -13,6 +13,9 @@ from multilinear.ode.library import Library, term_names
 from multilinear.report import Report
 
 
+NEARLY_CONSTANT = 0.03  # spread over mean below which a state's powers can hardly be told apart
+
+
 def notes(model: PolynomialODE) -> list[str]:
     """What to know before believing the equations, most important first.
 
@@ -24,8 +27,8 @@ def notes(model: PolynomialODE) -> list[str]:
     rows = sum(len(t) for t in model.data[0])
     if not verdict.explained:
         said.append(
-            f"No polynomial system up to degree {model.polynomial.degree} explains these data: the best leaves "
-            f"{1 - verdict.r2:.0%} of the variance unexplained."
+            f"No polynomial system up to degree {model.polynomial.degree} explains these data: the best says "
+            f"{max(0.0, verdict.worst):.0%} of how {model.law.names[verdict.worst_state]} changes."
         )
     if not verdict.identified:
         said.append(
@@ -38,6 +41,14 @@ def notes(model: PolynomialODE) -> list[str]:
             f"Neighbouring residuals are alike (correlation {verdict.correlation:.2f}): the law misses something "
             "small, and its intervals are too narrow."
         )
+    stacked = np.concatenate(model.data[1])
+    share = np.nanstd(stacked, 0) / np.maximum(np.abs(np.nanmean(stacked, 0)), 1e-300)
+    for name, value in zip(model.measured, share, strict=True):
+        if value < NEARLY_CONSTANT:
+            said.append(
+                f"{name} changes by {value:.1%} of its size only, so its powers look alike: subtract an offset to tell "
+                "them apart."
+            )
     if model.relation is not None:
         said.append(
             f"{model.relation.text(model.measured)} in all rows, so one state follows from the others and many forms "
@@ -72,12 +83,14 @@ def as_json(model: PolynomialODE) -> dict[str, Any]:
         "intervals": intervals,
         "degree": model.degree_found,
         "noise": model.noise,
+        "noise_is_relative": model.found.noise_is_relative,
         "score": score if np.isfinite(score) else None,
+        "r2": model.verdict.r2,
         "explained": model.verdict.explained,
         "identified": model.verdict.identified,
         "belief": model.verdict.belief,
         "start": dict(zip(model.law.names, map(float, model.starts[0]), strict=True)),
-        "conserved": _conserved(model),
+        "conserved": constants(model),
         "short": None if model.short is None else _texts(model.short),
         "alternatives": [
             {"equations": _texts(other.law), "difference": other.difference} for other in model.alternatives
@@ -90,9 +103,12 @@ def _texts(law: Law) -> dict[str, str]:
     return {name: str(right) for name, right in law.equations(6).items()}
 
 
-def _conserved(model: PolynomialODE) -> list[str]:
+def constants(model: PolynomialODE) -> list[str]:
+    """What stays constant along every solution, as text."""
     if model.relation is not None:
         return [model.relation.text(model.measured)]
+    if not model.verdict.explained:
+        return []
     return [str(quantity) for quantity in conserved(model.law)]
 
 
@@ -112,8 +128,8 @@ def write_page(model: PolynomialODE, path: Path, title: str) -> Path:
     page.table(["equation", "term", "coefficient", "95% interval"], table)
     kind = "a share of the state" if model.found.noise_is_relative else "standard deviation"
     page.table(["state", f"noise ({kind})"], [[name, f"{value:.3g}"] for name, value in model.noise.items()])
-    if _conserved(model):
-        page.text("Constant along every solution: " + "; ".join(_conserved(model)) + ".")
+    if constants(model):
+        page.text("Constant along every solution: " + "; ".join(constants(model)) + ".")
     page.heading("Fit")
     page.figure(figures.draw_fit(model), "Samples, and the law solved once from the fitted start.")
     page.figure(figures.draw_residuals(model), "Data minus solution; the band is two standard deviations of the noise.")

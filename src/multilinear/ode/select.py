@@ -52,7 +52,8 @@ class Search:
         self.shooting, self.allowed, self.fixed = shooting, allowed, fixed
         seen = shooting.segments.observed.any((0, 1))
         spread = np.nanstd(np.where(seen, shooting.segments.values, 0.0), axis=(0, 1))
-        self.floor = np.maximum(FLOOR, tolerance * spread)
+        self.floor = max(FLOOR, tolerance) * np.where(spread > 0, spread, 1.0)
+        self.coarse = tolerance > FLOOR  # the user asked for no more than a rough law
         self.weak: tuple[Floats, Floats] | None = None  # a linear system that starts of coefficients come from
         self.noise = np.maximum(noise, self.floor)
         self.counts = shooting.segments.observed.sum((0, 1))
@@ -166,10 +167,6 @@ class Search:
     def exact(self, found: Candidate) -> bool:
         """Whether nothing but rounding is left, so that only fewer terms could be better."""
         return bool((self.noise_of(found.solution) <= 1.01 * self.floor).all())
-
-    def coarse(self) -> bool:
-        """Whether the user asked for no more than a rough law."""
-        return bool((self.floor > FLOOR).any())
 
     def eliminate(self, start: Candidate) -> None:
         """From `start` down: leave out the terms that matter least by the curvature, several at once at first."""

@@ -13,7 +13,7 @@ from multilinear.ode.shooting import Segments
 
 UNKNOWNS = 300  # start values of segments to aim at, over all states
 FEWEST = 6  # values of a state that a fit takes
-MOST = 2000  # rows that a fit takes
+OFFSET = 2e-3  # share of a state's size that its changes must reach
 ENORMOUS = 1e100  # squares and products of larger values overflow
 
 
@@ -48,19 +48,40 @@ class Units:
         return np.asarray(coefficients / self.to_data(np.ones_like(coefficients), exponents))
 
 
-def as_list(values: object) -> list[Floats]:
-    """One array or several, as float arrays."""
-    items = list(values) if isinstance(values, list | tuple) and np.ndim(values[0]) > 0 else [values]
+Data = tuple[list[Floats], list[Floats], list[Floats] | None]  # times, states and inputs of each trajectory
+
+
+def as_numbers(values: object) -> Floats:
+    """An array of floats; masked entries are NaN."""
     try:
-        return [np.asarray(item, dtype=np.float64) for item in items]
+        if isinstance(values, np.ma.MaskedArray):
+            return np.ma.filled(values.astype(np.float64), np.nan)
+        return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise MultilinearError("times and states must be numbers; missing ones are NaN") from error
+        raise MultilinearError("times, states and inputs must be numbers; missing ones are NaN") from error
+
+
+def read_data(t: object, x: object, inputs: object = None) -> Data:
+    """One trajectory or several, as lists of float arrays; a single state or input may be a flat array."""
+    several = isinstance(t, list | tuple) and len(t) > 0 and np.ndim(t[0]) > 0
+
+    def split(values: object) -> list[Floats]:
+        if several and isinstance(values, list | tuple):
+            parts = [as_numbers(value) for value in values]
+        else:
+            parts = [as_numbers(values)]
+        return [part[:, None] if part.ndim == 1 else part for part in parts]
+
+    times = [as_numbers(one) for one in t] if several and isinstance(t, list | tuple) else [as_numbers(t)]
+    return times, split(x), None if inputs is None else split(inputs)
 
 
 def check_series(times: Sequence[Floats], states: Sequence[Floats], inputs: Sequence[Floats] | None) -> None:
     """Raise one clear line for what cannot be a set of measured trajectories."""
-    if len(times) != len(states) or (inputs is not None and len(inputs) != len(states)):
+    if len(times) != len(states):
         raise MultilinearError(f"{len(times)} arrays of times for {len(states)} trajectories; give one for each")
+    if inputs is not None and len(inputs) != len(states):
+        raise MultilinearError(f"{len(inputs)} arrays of inputs for {len(states)} trajectories; give one for each")
     widths = {x.shape[1] if x.ndim == 2 else -1 for x in states}
     if len(widths) != 1 or min(widths) < 1:
         raise MultilinearError(f"states must be (samples, d), the same d everywhere; got {[x.shape for x in states]}")
@@ -82,15 +103,16 @@ def check_series(times: Sequence[Floats], states: Sequence[Floats], inputs: Sequ
                 f"{where}times must increase: {t[row]:g} in row {row + 1} {word}; sort the rows, average repeated "
                 "times, or give separate runs as separate trajectories"
             )
-        if inputs is not None and (inputs[k].ndim != 2 or len(inputs[k]) != len(x) or not np.isfinite(inputs[k]).all()):
-            raise MultilinearError(f"{where}inputs must be ({len(x)}, u) and finite")
+        if inputs is not None:
+            shape = (len(x), inputs[0].shape[-1]) if inputs[0].ndim == 2 else (len(x), 1)
+            if inputs[k].shape != shape or not np.isfinite(inputs[k]).all():
+                raise MultilinearError(f"{where}inputs must be {shape} and finite")
 
 
-def check_data(
-    times: Sequence[Floats], states: Sequence[Floats], inputs: Sequence[Floats] | None, names: Sequence[str], log: bool
-) -> None:
-    """`check_series`, and what fitting needs: enough samples, states that change, positive ones for log noise."""
-    check_series(times, states, inputs)
+def check_data(states: Sequence[Floats], names: Sequence[str], log: bool) -> None:
+    """Raise unless there are enough samples, states that change, and positive ones for log noise."""
+    if not states:
+        raise MultilinearError("no trajectory has two rows or more; a law needs rows that follow each other")
     stacked = np.concatenate(states)
     for name, column in zip(names, stacked.T, strict=True):
         seen = column[np.isfinite(column)]
@@ -98,22 +120,64 @@ def check_data(
             raise MultilinearError(f"{name} has {len(seen)} values; a law needs at least {FEWEST} of each state")
         if np.ptp(seen) <= 1e-12 * np.abs(seen).max():
             raise MultilinearError(f"{name} never changes (it is always {seen[0]:g}); leave it out")
+        if seen.std() < OFFSET * abs(seen.mean()):
+            raise MultilinearError(
+                f"{name} changes by only {seen.std() / abs(seen.mean()):.1g} of its size, so its powers look alike; "
+                f"subtract an offset such as {seen.mean():.6g}"
+            )
         if log and seen.min() <= 0:
             raise MultilinearError(f"log noise needs positive values; {name} has {seen.min():g}")
-    if max(len(t) for t in times) < 2:
-        raise MultilinearError("every trajectory has one row only; a law needs rows that follow each other")
 
 
-def thin(
-    times: list[Floats], states: list[Floats], inputs: list[Floats] | None
-) -> tuple[list[Floats], list[Floats], list[Floats] | None]:
-    """Every k-th row where there are very many: a fit takes no more from the others than time."""
-    kept = [k for k, t in enumerate(times) if len(t) > 1]  # a single row says nothing about change
-    every = max(1, -(-sum(len(times[k]) for k in kept) // MOST))
+def without_single_rows(times: list[Floats], states: list[Floats], inputs: list[Floats] | None) -> Data:
+    """A single row says nothing about change."""
+    kept = [k for k, t in enumerate(times) if len(t) > 1]
+    return [times[k] for k in kept], [states[k] for k in kept], None if inputs is None else [inputs[k] for k in kept]
+
+
+def thin(times: list[Floats], states: list[Floats], inputs: list[Floats] | None, most: int) -> Data:
+    """About `most` rows: of each state every k-th value that was measured, the first and last of each trajectory kept.
+
+    Inputs may jump from row to row, so with inputs it is the first part of each trajectory instead.
+    """
+    every = max(1, -(-sum(len(t) for t in times) // most))
+    if every == 1:
+        return times, states, inputs
+    if inputs is not None:
+        ends = [max(FEWEST, len(t) // every) for t in times]
+        cut_inputs = [u[:end] for u, end in zip(inputs, ends, strict=True)]
+        return (
+            [t[:end] for t, end in zip(times, ends, strict=True)],
+            [x[:end] for x, end in zip(states, ends, strict=True)],
+            cut_inputs,
+        )
+    found_times, found_states = [], []
+    for t, x in zip(times, states, strict=True):
+        some = np.full_like(x, np.nan)
+        for j, column in enumerate(x.T):
+            rows = np.flatnonzero(np.isfinite(column))
+            rows = np.union1d(rows[::every], rows[-1:])
+            some[rows, j] = column[rows]
+        kept = np.asarray(np.isfinite(some).any(1))
+        kept[[0, -1]] = True
+        found_times.append(t[kept])
+        found_states.append(some[kept])
+    return found_times, found_states, None
+
+
+def first_complete(times: list[Floats], states: list[Floats], inputs: list[Floats] | None) -> Data:
+    """Each trajectory from its first row without a gap on."""
+    check_series(times, states, inputs)
+    begin = []
+    for k, x in enumerate(states):
+        complete = np.isfinite(x).all(1)
+        if not complete.any():
+            raise MultilinearError(f"trajectory {k + 1} has no row in which all states were measured, to start from")
+        begin.append(int(np.argmax(complete)))
     return (
-        [times[k][::every] for k in kept],
-        [states[k][::every] for k in kept],
-        None if inputs is None else [inputs[k][::every] for k in kept],
+        [t[b:] for t, b in zip(times, begin, strict=True)],
+        [x[b:] for x, b in zip(states, begin, strict=True)],
+        None if inputs is None else [u[b:] for u, b in zip(inputs, begin, strict=True)],
     )
 
 
@@ -154,6 +218,13 @@ def make_series(times: Floats, states: Floats, inputs: Floats | None, units: Uni
         scaled = inputs / units.inputs
         forced = np.stack([np.interp(full, t, column) for column in scaled.T], axis=1)
     return Series(full, values, forced, measured)
+
+
+def all_series(
+    times: Sequence[Floats], states: Sequence[Floats], inputs: Sequence[Floats] | None, units: Units
+) -> list[Series]:
+    forced = [None] * len(times) if inputs is None else list(inputs)
+    return [make_series(t, x, u, units) for t, x, u in zip(times, states, forced, strict=True)]
 
 
 def cut(series: Sequence[Series], log: bool = False) -> tuple[Segments, list[NDArray[np.int64]]]:

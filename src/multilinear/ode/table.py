@@ -2,6 +2,7 @@
 
 import csv
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from multilinear.ode.polynomial import Floats
 MOST_BYTES = 200_000_000
 MOST_COLUMNS = 1000
 MISSING = {"", "na", "n/a", "nan", "null", "none", "-", "?"}
-TIMES = ("t", "time", "year", "date", "day", "hour", "s", "seconds")
+TIMES = ("time", "year", "day", "days", "hour", "hours", "seconds", "date")
 COMMENTS = ("#", "%")
 
 
@@ -54,12 +55,13 @@ def read_table(
     """
     header, rows = _cells(path)
     if time is None:
-        likely = [name for name in header if name.lower() in TIMES]
-        time = likely[0] if likely else header[0]
+        time = next((name for name in header if _is_time(name)), header[0])
     check_choice("time column", time, header)
     given = [*states, *inputs, *([run] if run else [])]
     for name in given:
         check_choice("column", name, header)
+    if len({time, *given}) < len(given) + 1:
+        raise MultilinearError("time, states, inputs and runs must be different columns")
     if not states:
         states = [name for name in header if name not in (time, run, *inputs)]
     if not states:
@@ -67,7 +69,7 @@ def read_table(
     columns = {name: _numbers(path, name, [row[header.index(name)] for row in rows]) for name in (*states, *inputs)}
     clock = _numbers(path, time, [row[header.index(time)] for row in rows])
     if np.isnan(clock).any():
-        raise MultilinearError(f"{path}: the time {time!r} is missing in line {int(np.argmax(np.isnan(clock))) + 2}")
+        raise MultilinearError(f"{path}: the time {time!r} is missing in row {int(np.argmax(np.isnan(clock))) + 1}")
     groups = [row[header.index(run)] for row in rows] if run else [""] * len(rows)
     keys = list(dict.fromkeys(groups))
     picks = [np.array([group == key for group in groups]) for key in keys]
@@ -89,8 +91,14 @@ def symbol(name: str) -> str:
     >>> symbol("Hare (thousands)"), symbol("2nd")
     ('Hare_thousands', '_2nd')
     """
-    text = re.sub(r"\W+", "_", name).strip("_") or "x"
+    text = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", name)).strip("_") or "x"
     return f"_{text}" if text[0].isdigit() else text
+
+
+def _is_time(name: str) -> bool:
+    """By its first word, such as in `time (s)`; a capital T may be a temperature."""
+    word = re.split(r"[\W_]", name)[0]
+    return word == "t" or word.lower() in TIMES
 
 
 def _cells(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -105,7 +113,9 @@ def _cells(path: Path) -> tuple[list[str], list[list[str]]]:
         raise MultilinearError(f"{path} is not readable text: {error.__class__.__name__}") from error
     if "\0" in text:
         raise MultilinearError(f"{path} is not a text file")
-    lines = [line for line in text.splitlines() if line.strip() and not line.lstrip().startswith(COMMENTS)]
+    numbered = [(k, line) for k, line in enumerate(text.splitlines(), 1) if line.strip()]
+    numbered = [(k, line) for k, line in numbered if not line.lstrip().startswith(COMMENTS)]
+    lines = [line for _, line in numbered]
     if len(lines) < 2:
         raise MultilinearError(f"{path} has {len(lines)} lines; a header and rows of numbers are needed")
     split = next((mark for mark in (",", ";", "\t") if mark in lines[0]), None)
@@ -119,9 +129,11 @@ def _cells(path: Path) -> tuple[list[str], list[list[str]]]:
         raise MultilinearError(f"{path} has no header; name the columns in its first line, such as t,x,y")
     if len(header) > MOST_COLUMNS:
         raise MultilinearError(f"{path} has {len(header)} columns; {MOST_COLUMNS} at most")
+    if not all(header):
+        raise MultilinearError(f"{path}: column {header.index('') + 1} has no name; name it, or take it out")
     if len({symbol(name) for name in header}) != len(header):
-        raise MultilinearError(f"{path}: two columns have the same name, or none; each needs its own")
-    for number, row in enumerate(table[1:], 2):
+        raise MultilinearError(f"{path}: two columns have the same name; each needs its own")
+    for (number, _), row in zip(numbered[1:], table[1:], strict=False):  # a quoted cell may run over several lines
         if len(row) != len(header):
             raise MultilinearError(f"{path}: line {number} has {len(row)} cells, the header {len(header)}")
     return header, table[1:]
@@ -142,7 +154,7 @@ def _numbers(path: Path, name: str, cells: Sequence[str]) -> Floats:
             continue
         if not _is_number(cell) or "_" in cell:
             raise MultilinearError(
-                f"{path}: {cell[:40]!r} in column {name!r} is not a number; mark missing values by NaN"
+                f"{path}: {cell[:40]!r} in column {name!r} is not a number; give dates as numbers, gaps as NaN"
             )
         values[k] = float(cell)
     return values

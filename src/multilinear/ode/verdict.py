@@ -13,14 +13,16 @@ from multilinear.ode.subsets import neighbours_alike
 class Verdict:
     """Share of variance explained, what the residuals look like, and the best law's share of belief."""
 
-    r2: float
+    r2: float  # mean over states
+    worst: float  # of the state that is explained least, less what as many free numbers would explain of noise
+    worst_state: int
     correlation: float  # of neighbouring residuals: 0 for noise
     excess: float  # residuals over the noise that a smooth curve would leave, the largest of any state
     belief: float  # weight of the law among all that were tried
 
     @property
     def explained(self) -> bool:
-        return self.r2 > 0.8 or (self.r2 > 0.5 and self.correlation < 0.4)
+        return self.worst > 0.8 or (self.worst > 0.5 and self.correlation < 0.4)
 
     @property
     def identified(self) -> bool:
@@ -39,4 +41,16 @@ def judge(best: Candidate, pipeline: Pipeline) -> Verdict:
     differences = np.array([c.criterion - best.criterion for c in search.sound()])
     belief = 1 / float(np.exp(-0.5 * np.clip(differences, 0, 700)).sum())
     alike = 0.0 if search.exact(best) else neighbours_alike(residuals)  # rounding is not noise
-    return Verdict(float(1 - share.mean()), alike, float(excess.max()), min(belief, 1.0))
+    free = best.terms.sum(1)[seen] + len(pipeline.starts)
+    counts = search.counts[seen]
+    adjusted = 1 - share * (counts - 1) / np.maximum(1, counts - free)
+    worst = int(np.argmin(adjusted))
+    states = np.flatnonzero(seen)
+    return Verdict(
+        float(1 - share.mean()),
+        float(adjusted[worst]),
+        int(states[worst]),
+        alike,
+        float(excess.max()),
+        min(belief, 1.0),
+    )
