@@ -99,7 +99,7 @@ def conclude(
 def _shorter(best: Candidate, reader: _Reader) -> Law | None:
     """A law of far fewer terms that explains nearly as much, if there is one: real data have small effects."""
     search = reader.pipeline.search
-    if best.size < 5 or search.exact(best):
+    if best.size < 4 or search.exact(best):
         return None
     found = search.shorten(best, NEARLY)
     return reader.law(found) if found.size <= 0.6 * best.size else None

@@ -12,7 +12,6 @@ from multilinear.ode.law import Interval, Law, conserved
 from multilinear.ode.library import Library, term_names
 from multilinear.report import Report
 
-
 NEARLY_CONSTANT = 0.03  # spread over mean below which a state's powers can hardly be told apart
 
 
