@@ -30,6 +30,7 @@ from multilinear.ode.series import (
     without_single_rows,
 )
 from multilinear.ode.verdict import Verdict, judge
+from multilinear.ode.warm import enough_rows
 
 MOST = 2000  # rows that a fit takes
 MOST_TERMS = 600  # in all equations together
@@ -153,8 +154,8 @@ class PolynomialODE:
         units = natural_units(times, states, forced, slopes_of)
         series = all_series(times, states, forced, units)
         few = series
-        if sum(len(t) for t in times) > MANY:  # search in a part of the rows, then fit all
-            few = all_series(*thin(times, states, forced, MANY // 2), units)
+        if sum(len(t) for t in times) > MANY:  # search in a part of the rows that still shows the motion, then fit all
+            few = all_series(*thin(times, states, forced, enough_rows(series, MANY // 2)), units)
         d = len(names)
         best: tuple[Candidate, Pipeline] | None = None
         worse = 0
@@ -289,11 +290,10 @@ class PolynomialODE:
             raise MultilinearError("predict needs inputs exactly where fit had them")
         forced = None if inputs is None else as_numbers(inputs)
         if forced is not None:
-            forced = forced[:, None] if forced.ndim == 1 else forced
+            forced = forced.reshape(len(forced), -1)
             if forced.shape != (len(times), len(self.inputs)):
                 raise MultilinearError(f"inputs must be ({len(times)}, {len(self.inputs)}), got {forced.shape}")
-        first = self.data[0][0][0]
-        if x0 is None and times[0] != first:
+        if x0 is None and times[0] != (first := self.data[0][0][0]):
             if forced is None and times[0] > first:
                 return self.law.solve(np.concatenate([[first], times]), start)[1:]
             raise MultilinearError("say x0: the times do not start where the data do")

@@ -25,6 +25,7 @@ from multilinear.ode.warm import (
 
 TIGHTENING = (1.0, 0.05)  # joints of segments, in units of the noise, before they close
 FROM_DATA = (100.0, 1.0, 0.05)  # the same for a start that trusts the states and not the law
+ROUGH = 1e-2  # noise that the first fits reckon with at least
 MOST_CHEATS = 8  # laws thrown out at the end, one after the other
 SLACK = 6.0  # rise of the criterion with tighter joints that gives a law away
 Progress = Callable[[str], None]
@@ -57,7 +58,8 @@ class Pipeline:
         self.smooth_noise = residual_noise(series, self.smoothed, self.relative, noise == "log")
         self.smooth_noise = np.where(segments.observed.any((0, 1)), self.smooth_noise, self.smooth_noise.max())
         shooting = Shooting(segments, library, Accuracy())
-        self.search = Search(shooting, allowed, fixed, np.maximum(self.smooth_noise, 1e-6), tolerance)
+        # begin by getting it roughly right: with the weights of exact data a law that is not quite one never settles
+        self.search = Search(shooting, allowed, fixed, np.maximum(self.smooth_noise, ROUGH), tolerance)
         self.weak = weak_system(series, self.smoothed, library)
         self.search.weak = self.weak
 

@@ -14,6 +14,7 @@ from multilinear.ode.series import Series
 FINE = 4  # points of the fine grid to a sample
 SMALLEST = 0.02  # share of a state's usual size below which relative noise shrinks no further
 NOISELESS = 1e-3  # residuals below this are the curve's own error, and tell nothing about noise
+RESOLVED = 0.02  # error of a spline through a part of the rows, as a share of the spread
 ENOUGH = 40  # samples of a state that its kind of noise can be told from
 FAR_LIKELIER = 10.0  # difference of log likelihoods
 WINDOWS = (0.08, 0.2)  # widths of test functions, as shares of a trajectory
@@ -46,6 +47,25 @@ def smooth(series: Series, log: bool = False, slopes_of: Mapping[int, int] = Map
     for slope, state in slopes_of.items():
         columns[:, slope] = np.gradient(columns[:, state], fine)
     return Smooth(fine, columns, columns[::FINE])
+
+
+def enough_rows(series: Sequence[Series], least: int) -> int:
+    """How many rows show the motion: `least`, or more until splines through so many are close to the smooth curves."""
+    total = sum(len(one.times) for one in series)
+    curves = [(one.times, smooth(one).samples) for one in series]
+    rows = least
+    while rows < total:
+        every = -(-total // rows)
+        worst = 0.0
+        for t, x in curves:
+            some = np.union1d(np.arange(0, len(t), every), [len(t) - 1])
+            if len(some) > 3:
+                miss = np.abs(CubicSpline(t[some], x[some])(t) - x).max(0)
+                worst = max(worst, float((miss / np.maximum(x.std(0), 1e-12)).max()))
+        if worst < RESOLVED:
+            return rows
+        rows *= 2
+    return total
 
 
 def sizes_of(states: Floats) -> Floats:
