@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import t as student
 
+from multilinear.errors import MultilinearError
 from multilinear.ode.law import Interval, Law
 from multilinear.ode.pipeline import Pipeline
 from multilinear.ode.polynomial import Floats, Polynomial
@@ -15,6 +16,7 @@ from multilinear.ode.verdict import Verdict, judge
 
 RIVALS = 5  # alternatives to name at most
 CLOSE = 6.0  # difference of the criterion up to which a rival is named
+TRIED = 30  # laws looked at for one that can be solved from end to end
 NEARLY = 0.001  # of the variance that a much shorter law may leave unexplained
 
 
@@ -55,6 +57,21 @@ class _Reader:
         polynomial = Polynomial(library.variables, library.degree, table)
         return Law(self.names, self.inputs, polynomial, self._intervals(found), self.largest)
 
+    def lives(self, found: Candidate) -> bool:
+        """Whether the law, solved once from its own starts, comes through all trajectories without blowing up."""
+        law = self.law(found)
+        for one, start in zip(self.pipeline.series, self.starts(found), strict=True):
+            inputs = None if one.inputs is None else one.inputs * self.units.inputs
+            try:
+                law.solve(one.times * self.units.time, start, inputs)
+            except MultilinearError:
+                return False
+        return True
+
+    def starts(self, found: Candidate) -> tuple[Floats, ...]:
+        firsts = np.cumsum([0, *(len(rows) for rows in self.pipeline.starts[:-1])])
+        return tuple(found.solution.states[k] * self.units.states for k in firsts)
+
     def _intervals(self, found: Candidate) -> tuple[Interval, ...]:
         solution, search, exponents = found.solution, self.pipeline.search, self.pipeline.library.exponents
         freedom = max(1, search.samples - found.size - len(self.pipeline.starts) * solution.states.shape[1])
@@ -74,8 +91,8 @@ def conclude(
 ) -> Found:
     """What to tell of the best candidate."""
     reader, search = _Reader(pipeline, units, names, inputs), pipeline.search
+    best = _living(best, reader)
     kept = (best.terms | (pipeline.fixed != 0)).any(0)
-    firsts = np.cumsum([0, *(len(rows) for rows in pipeline.starts[:-1])])
     share = pipeline.relative or search.shooting.segments.log
     spread = search.noise_of(best.solution) * (1.0 if share else units.states)
     verdict = judge(best, pipeline)
@@ -87,13 +104,22 @@ def conclude(
     return Found(
         law=reader.law(best),
         degree=int(pipeline.library.exponents[kept].sum(1).max(initial=0)),
-        starts=tuple(best.solution.states[k] * units.states for k in firsts),
+        starts=reader.starts(best),
         noise=dict(zip(names, map(float, spread), strict=True)),
         verdict=verdict,
         alternatives=tuple(rivals),
         short=_shorter(best, reader),
         noise_is_relative=share,
     )
+
+
+def _living(best: Candidate, reader: _Reader) -> Candidate:
+    """The best law that does not blow up between the first row and the last: short segments may hide that it does."""
+    ranked = sorted(reader.pipeline.search.sound(), key=lambda found: found.criterion)
+    for found in (best, *ranked[:TRIED]):
+        if reader.lives(found):
+            return found
+    return best
 
 
 def _shorter(best: Candidate, reader: _Reader) -> Law | None:
