@@ -141,7 +141,8 @@ def test_any_text_gives_a_law_or_one_line(tmp_path, text):
 
 def fuzzed(generator):
     """A table that was nearly good: numbers of all sizes, gaps, repeats, words, odd separators."""
-    columns, rows = generator.randint(1, 4), generator.randint(0, 14)
+    columns = generator.randint(1, 4)
+    rows = generator.randint(0, 7) if generator.random() < 0.95 else generator.randint(8, 14)  # long ones take long
     cells = ["", "nan", "1", "0", "-1", "1e308", "-1e-300", "inf", "x", "1,5", "1e99", "0x10", "\u0663", '"', "7 8"]
     mark = generator.choice([",", ",", ",", ";", "\t", " "])
     lines = [mark.join(generator.choice(["t", "x", "y", "z", "time", "", "a b", "1"]) for _ in range(columns))]
@@ -162,7 +163,7 @@ def run_fuzz(folder, count, seed):
 
 
 def test_fuzzed_tables(tmp_path):
-    assert 0 < run_fuzz(tmp_path, 40, 0) < 40
+    assert 0 < run_fuzz(tmp_path, 200, 0) < 200
 
 
 @pytest.mark.slow
