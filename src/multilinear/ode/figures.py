@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from multilinear.errors import MultilinearError
@@ -36,22 +37,28 @@ def _finer(t: Floats, times: int) -> Floats:
     return np.interp(np.arange(times * (len(t) - 1) + 1) / times, np.arange(len(t)), t)
 
 
+def _panels(count: int, margin: float, height: float) -> tuple[Figure, list[Axes]]:
+    """One panel a state above each other, over the same time."""
+    figure = Figure(figsize=(8, margin + height * count), layout="tight")
+    panels = list(np.atleast_1d(figure.subplots(count, 1, sharex=True)))
+    for axes in panels:
+        axes.margins(x=0.01)
+    panels[-1].set_xlabel("time")
+    return figure, panels
+
+
 def draw_fit(model: "PolynomialODE") -> Figure:
     """Each state: samples, and the fitted solutions."""
     times, states, _ = model.data
     curves = fitted(model, 8)
     names = model.measured
-    figure = Figure(figsize=(8, 1.2 + 1.7 * len(names)))
-    panels = np.atleast_1d(figure.subplots(len(names), 1, sharex=True))
+    figure, panels = _panels(len(names), 1.2, 1.7)
     for j, (axes, name) in enumerate(zip(panels, names, strict=True)):
         for k, (t, x) in enumerate(zip(times, states, strict=True)):
             color = f"C{k % 10}"
             axes.plot(t, x[:, j], ".", color=color, markersize=4, alpha=0.7)
             axes.plot(curves[k][0], curves[k][1][:, j], color=color, linewidth=1.2)
         axes.set_ylabel(name)
-        axes.margins(x=0.01)
-    panels[-1].set_xlabel("time")
-    figure.tight_layout()
     return figure
 
 
@@ -60,8 +67,7 @@ def draw_residuals(model: "PolynomialODE") -> Figure:
     times, states, _ = model.data
     curves = fitted(model)
     names = model.measured
-    figure = Figure(figsize=(8, 0.8 + 1.3 * len(names)))
-    panels = np.atleast_1d(figure.subplots(len(names), 1, sharex=True))
+    figure, panels = _panels(len(names), 0.8, 1.3)
     log = model.noise_model == "log"
     for j, (axes, name) in enumerate(zip(panels, names, strict=True)):
         for k, (t, x) in enumerate(zip(times, states, strict=True)):
@@ -73,9 +79,6 @@ def draw_residuals(model: "PolynomialODE") -> Figure:
         if log or not model.found.noise_is_relative:
             axes.axhspan(-2 * model.noise[name], 2 * model.noise[name], color="0.9", zorder=0)
         axes.set_ylabel(f"log {name}" if log else name)
-        axes.margins(x=0.01)
-    panels[-1].set_xlabel("time")
-    figure.tight_layout()
     return figure
 
 
@@ -137,8 +140,7 @@ def forecast(model: "PolynomialODE") -> tuple[list[tuple[Floats, Floats]], float
 def draw_forecast(model: "PolynomialODE", found: Sequence[tuple[Floats, Floats]]) -> Figure:
     times, states, _ = model.data
     names = model.measured
-    figure = Figure(figsize=(8, 1.2 + 1.5 * len(names)))
-    panels = np.atleast_1d(figure.subplots(len(names), 1, sharex=True))
+    figure, panels = _panels(len(names), 1.2, 1.5)
     for j, (axes, name) in enumerate(zip(panels, names, strict=True)):
         for k, (t, x) in enumerate(zip(times, states, strict=True)):
             end = max(2, int(len(t) * (1 - SHARE)))
@@ -147,9 +149,6 @@ def draw_forecast(model: "PolynomialODE", found: Sequence[tuple[Floats, Floats]]
             axes.plot(found[k][0], found[k][1][:, j], color="0.3", linewidth=1.1)
             axes.axvline(t[end - 1], color="0.7", linewidth=0.8, linestyle=":")
         axes.set_ylabel(name)
-        axes.margins(x=0.01)
-    panels[-1].set_xlabel("time")
-    figure.tight_layout()
     return figure
 
 

@@ -98,41 +98,29 @@ class Shooting:
     def with_accuracy(self, accuracy: Accuracy) -> "Shooting":
         return Shooting(self.segments, self.library, accuracy, self.counter)
 
-    def _follow(self, field: Sensitive, states: Floats) -> list[Floats]:
-        """The moving arrays at every position, and at the end."""
-        segments = self.segments
+    def _follow(self, field: Sensitive, states: Floats, fine: int = 1) -> list[Floats]:
+        """The moving arrays at every position, `fine` - 1 times evenly between, and at the end."""
+        segments, d = self.segments, self.library.states
         inputs = segments.inputs
         now = field.start(states, None if inputs is None else inputs[:, 0])
         found = [now]
-        d = self.library.states
         for q in range(segments.gaps.shape[1]):
             if inputs is not None:
                 assert segments.input_slopes is not None
                 now = now.copy()
                 now[:, d:, 0] = inputs[:, q]
                 field.input_slopes = segments.input_slopes[:, q]
-            now = flow(field, now, segments.gaps[:, q, None], self.accuracy.steps, self.accuracy.rows)
-            found.append(now)
+            for _ in range(fine):
+                now = flow(field, now, segments.gaps[:, q, None] / fine, self.accuracy.steps, self.accuracy.rows)
+                found.append(now)
         return found
 
     def path(self, solution: Solution, fine: int) -> Floats:
         """States (S, m * fine, d) at every position and evenly between, without derivatives."""
-        segments, d = self.segments, self.library.states
         field = Sensitive(self.library, solution.coefficients, solution.active, derivatives=False)
-        inputs = segments.inputs
-        now = field.start(solution.states, None if inputs is None else inputs[:, 0])
-        found = []
         with np.errstate(all="ignore"):
-            for q in range(segments.gaps.shape[1]):
-                if inputs is not None:
-                    assert segments.input_slopes is not None
-                    now = now.copy()
-                    now[:, d:, 0] = inputs[:, q]
-                    field.input_slopes = segments.input_slopes[:, q]
-                for _ in range(fine):
-                    found.append(now[:, :d, 0])
-                    now = flow(field, now, segments.gaps[:, q, None] / fine, self.accuracy.steps, self.accuracy.rows)
-        return np.stack(found, axis=1)
+            found = self._follow(field, solution.states, fine)[:-1]
+        return np.stack([now[:, : self.library.states, 0] for now in found], axis=1)
 
     def evaluate(self, states: Floats, coefficients: Floats, active: Terms, noise: Floats, join: float) -> Solution:
         """Cost, residuals, gradient and curvature at a point. The cost is infinite where the field blows up."""
