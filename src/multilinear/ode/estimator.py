@@ -339,12 +339,11 @@ class PolynomialODE:
         return draw_fit(self)
 
 
-def discover(t: Any, X: Any, **options: Any) -> PolynomialODE:
-    """`PolynomialODE(**options).fit(t, X)`.
+def discover(t: Any, X: Any, input_values: Any = None, **options: Any) -> PolynomialODE:
+    """`PolynomialODE(**options).fit(t, X, input_values)`.
 
     >>> t = np.linspace(0, 3, 30)
     >>> discover(t, np.exp(-t)).print()
     dx/dt = -1.0*x
     """
-    inputs = options.pop("input_values", None)
-    return PolynomialODE(**options).fit(t, X, inputs)
+    return PolynomialODE(**options).fit(t, X, input_values)

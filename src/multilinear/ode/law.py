@@ -121,7 +121,7 @@ class Law:
             raise MultilinearError(f"the solution blows up after t = {end:.4g}; predict up to there, or another start")
         return states
 
-    def text(self, names: bool = True) -> str:
+    def text(self) -> str:
         """The equations, one a line, four digits."""
         width = max(len(name) for name in self.names)
         rows = [f"d{name}/dt{' ' * (width - len(name))} = {right}" for name, right in self.equations(4).items()]

@@ -191,7 +191,6 @@ class Shooting:
         join: float = JOIN,
         iterations: int = 30,
         tolerance: float = 1e-3,
-        prior: float = 0.0,
     ) -> Solution:
         """Levenberg-Marquardt from a start. Coefficients outside `active` stay as they are.
 

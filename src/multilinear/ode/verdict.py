@@ -17,7 +17,6 @@ class Verdict:
     worst: float  # of the state that is explained least, less what as many free numbers would explain of noise
     worst_state: int
     correlation: float  # of neighbouring residuals: 0 for noise
-    excess: float  # residuals over the noise that a smooth curve would leave, the largest of any state
     belief: float  # weight of the law among all that were tried
 
     @property
@@ -37,7 +36,6 @@ def judge(best: Candidate, pipeline: Pipeline) -> Verdict:
         values = values[:, :, seen]
         total = np.nansum((values - np.nanmean(values, (0, 1))) ** 2, (0, 1))
         share = np.nansum(search.unweighted(best.solution) ** 2, (0, 1))[seen] / np.maximum(total, 1e-300)
-    excess = search.noise_of(best.solution)[seen] / np.maximum(pipeline.smooth_noise[seen], 1e-6)
     differences = np.array([c.criterion - best.criterion for c in search.sound()])
     belief = 1 / float(np.exp(-0.5 * np.clip(differences, 0, 700)).sum())
     alike = 0.0 if search.exact(best) else neighbours_alike(residuals)  # rounding is not noise
@@ -51,6 +49,5 @@ def judge(best: Candidate, pipeline: Pipeline) -> Verdict:
         float(adjusted[worst]),
         int(states[worst]),
         alike,
-        float(excess.max()),
         min(belief, 1.0),
     )
