@@ -28,16 +28,18 @@ def check_image_size(height: int, width: int, stride: int) -> None:
 
 
 class PatchEmbed(nn.Module):
-    """Non-overlapping patches, each mapped linearly to a token.
+    """Patches, each mapped linearly to a token. They share `overlap` pixels with their neighbours, zeros at the border.
 
-    >>> PatchEmbed(4, 3, 16)(torch.randn(2, 3, 8, 12)).shape
+    >>> PatchEmbed(4, 3, 16, overlap=4)(torch.randn(2, 3, 8, 12)).shape
     torch.Size([2, 2, 3, 16])
     """
 
-    def __init__(self, patch: int, in_chans: int, dim: int, *, init: str = DEFAULT_INIT) -> None:
+    def __init__(self, patch: int, in_chans: int, dim: int, *, overlap: int = 0, init: str = DEFAULT_INIT) -> None:
         super().__init__()
-        self.stride = patch
-        self.proj = nn.Conv2d(in_chans, dim, patch, stride=patch)
+        if overlap < 0 or overlap % 2:
+            raise MultilinearError(f"patches overlap by an even number of pixels, half on each side; got {overlap}")
+        self.stride, self.overlap = patch, overlap
+        self.proj = nn.Conv2d(in_chans, dim, patch + overlap, stride=patch, padding=overlap // 2)
         init_weights(self, init)
 
     def forward(self, image: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def _fold_mu(layer: MuLayer, before: Map | None = None) -> FoldedMuLayer | None:
     # first + alpha * first * second = first * (alpha * second + 1)
     scale, shift = second
     B = layer.alpha * B[0] * scale[:, None], layer.alpha * (B[1] * scale + shift) + 1
-    merge = isinstance(layer.shift, nn.Identity) and D[0].numel() + B[0].numel() >= B[0].shape[0] * D[0].shape[1]
+    merge = isinstance(layer.shift_second, nn.Identity) and D[0].numel() + B[0].numel() >= B[0].shape[0] * D[0].shape[1]
     if merge:
         B = B[0] @ D[0], B[0] @ D[1] + B[1]
     return FoldedMuLayer(
@@ -101,6 +101,7 @@ def _fold_mu(layer: MuLayer, before: Map | None = None) -> FoldedMuLayer | None:
         _linear(B),
         _linear(C),
         layer.shift,
+        layer.shift_second,
         constant if zero_border else None,
     )
 

@@ -45,6 +45,7 @@ class MuLayer(nn.Module):
         shrinkage: D maps to m // shrinkage, so that the second branch is of low rank.
         norm: put on both branches; `"none"` is the bare equation.
         shift: the border of a spatial shift on both branches (`"keep"` or `"zero"`), or None for no shift.
+        shift_second: False leaves the second branch in place, so that B and D merge into one matrix.
         bias: whether the four matrices have biases.
         init: one of `multilinear.layers.INITIALISERS`.
 
@@ -61,6 +62,7 @@ class MuLayer(nn.Module):
         shrinkage: int = 4,
         norm: str = "none",
         shift: str | None = None,
+        shift_second: bool = True,
         bias: bool = True,
         init: str = DEFAULT_INIT,
     ) -> None:
@@ -74,14 +76,17 @@ class MuLayer(nn.Module):
         self.B = nn.Linear(low_rank, hidden, bias=bias)
         self.C = nn.Linear(hidden, self.out_features, bias=bias)
         self.shift = nn.Identity() if shift is None else SpatialShift(shift)
+        self.shift_second = self.shift if shift_second else nn.Identity()
         self.norm_a = make_norm(norm, hidden)
         self.norm_b = make_norm(norm, hidden)
         self.alpha = nn.Parameter(torch.ones(1))  # one entry, as sharding has no place for a scalar
+        self.watch_range = False
+        self.range: Tensor | None = None  # of the last products, by their mean fourth power, which a penalty may hold
         init_weights(self, init)
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.shift(self.A(x))
-        second = self.B(self.shift(self.D(x)))
+        second = self.B(self.shift_second(self.D(x)))
         norm_a, norm_b = self.norm_a, self.norm_b
         if isinstance(norm_a, nn.LayerNorm) and isinstance(norm_b, nn.LayerNorm) and kernels.fused_for(first):
             weights = (norm_a.weight, norm_a.bias), (norm_b.weight, norm_b.bias)
@@ -89,6 +94,8 @@ class MuLayer(nn.Module):
         else:
             first = norm_a(first)
             product = first + self.alpha * first * norm_b(second)
+        if self.watch_range:
+            self.range = product.float().square().square().mean()
         y: Tensor = self.C(product)
         return y
 
@@ -96,24 +103,35 @@ class MuLayer(nn.Module):
 class FoldedMuLayer(nn.Module):
     """What `fold` makes of a Mu-Layer: `Y = C[(shift(AX) + a) ∘ (B shift(DX))]`, one product and no sum.
 
+    The second branch has a shift of its own, as a Mu-Layer's may stay in place.
+
+
     `alpha`, the norms and the added `AX` have gone into the weights, since `AX ∘ BDX + AX = AX ∘ (BDX + 1)`. D is
     None where B and D were merged. `a` is None unless the shift has a zero border, past which a constant cannot move.
     """
 
     def __init__(
-        self, A: nn.Linear, D: nn.Linear | None, B: nn.Linear, C: nn.Linear, shift: nn.Module, a: Tensor | None
+        self,
+        A: nn.Linear,
+        D: nn.Linear | None,
+        B: nn.Linear,
+        C: nn.Linear,
+        shift: nn.Module,
+        shift_second: nn.Module,
+        a: Tensor | None,
     ) -> None:
         super().__init__()
         self.in_features = A.in_features
         self.out_features = C.out_features
-        self.A, self.D, self.B, self.C, self.shift = A, D, B, C, shift
+        self.A, self.D, self.B, self.C = A, D, B, C
+        self.shift, self.shift_second = shift, shift_second
         self.a = None if a is None else nn.Parameter(a)
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.shift(self.A(x))
         if self.a is not None:
             first = first + self.a
-        second = self.B(x) if self.D is None else self.B(self.shift(self.D(x)))
+        second = self.B(x) if self.D is None else self.B(self.shift_second(self.D(x)))
         y: Tensor = self.C(first * second)
         return y
 
@@ -127,6 +145,8 @@ class PolyBlock(nn.Module):
     Args:
         dim: channels C.
         expansion: the second Mu-Layer's hidden width is `expansion * dim`.
+        ranks: hidden widths of both Mu-Layers; `dim` and `expansion * dim` if not given.
+        shift_second: whether the second branch of the first Mu-Layer shifts too, as published.
         drop_path: rate of stochastic depth on both branches; None for none.
         branch_scale: what `batch` and `affine` norms on the product's second factor start from, and an `affine` norm
             ahead of a branch too: those keep no range by themselves.
@@ -142,7 +162,9 @@ class PolyBlock(nn.Module):
         expansion: int = 3,
         shrinkage: int = 4,
         norm: str = "layer",
+        ranks: tuple[int, int] | None = None,
         shift: str | None = "keep",
+        shift_second: bool = True,
         drop_path: float | None = None,
         branch_scale: float = 1.0,
         init: str = DEFAULT_INIT,
@@ -151,8 +173,10 @@ class PolyBlock(nn.Module):
         self.in_features = self.out_features = dim
         self.norm1 = make_norm(norm, dim)
         self.norm2 = None if norm == "layer" else make_norm(norm, dim)
-        self.mu1 = MuLayer(dim, dim, shrinkage=shrinkage, norm=norm, shift=shift, init=init)
-        self.mu2 = MuLayer(dim, expansion * dim, shrinkage=shrinkage, norm=norm, init=init)
+        rank1, rank2 = ranks or (dim, expansion * dim)
+        shared = {"shrinkage": shrinkage, "norm": norm, "init": init}
+        self.mu1 = MuLayer(dim, rank1, shift=shift, shift_second=shift_second, **shared)  # type: ignore[arg-type]
+        self.mu2 = MuLayer(dim, rank2, **shared)  # type: ignore[arg-type]
         self.drop_path = nn.Identity() if drop_path is None else StochasticDepth(drop_path)
         # Nothing bounds a polynomial of high degree off the data that its norms have seen: start close to linear.
         for place in (self.norm1, self.norm2):

@@ -99,8 +99,8 @@ def affine_of(norm: nn.Module) -> tuple[Tensor, Tensor] | None:
 def collect_statistics(model: nn.Module, batches: Iterable[Tensor]) -> None:
     """Replace the statistics of every batch norm in `model` by the plain average over `batches`.
 
-    Batch norms that saw augmented images, or moving weights, describe neither the data nor the network that is kept. A
-    polynomial of high degree feels that more than other networks do.
+    Running averages belong to weights that moved meanwhile, and not to the network that is kept. A polynomial of high
+    degree feels that more than other networks do. The batches should be like those of training.
 
     >>> norm = BatchNorm(1)
     >>> collect_statistics(norm, [torch.full((4, 1), 3.0)])

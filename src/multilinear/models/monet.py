@@ -15,7 +15,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from multilinear.errors import MultilinearError
-from multilinear.layers import DEFAULT_INIT, PolyBlock, PyramidPatchEmbed, init_weights
+from multilinear.layers import DEFAULT_INIT, PatchEmbed, PolyBlock, PyramidPatchEmbed, init_weights
 from multilinear.models.release import from_release
 
 
@@ -59,6 +59,9 @@ class MONet(nn.Module):
         norm: `"layer"` as published, `"batch"` or `"affine"` for a network that is a polynomial at inference.
         fuse: how pyramid levels meet, `"add"` or `"concat"`.
         border: what a spatial shift does at the border, `"keep"` or `"zero"`.
+        shift_second: False keeps the second branch of each shifting Mu-Layer in place.
+        ranks: hidden widths of the two Mu-Layers of every block; `width` and `expansion * width` if not given.
+        overlap: in place of the pyramid, patches of the one size in `patches` that share this many pixels.
         drop_path_rate: stochastic depth of the last block; it rises linearly from 0.
 
     >>> import torch
@@ -81,6 +84,9 @@ class MONet(nn.Module):
         norm: str = "layer",
         fuse: str = "add",
         border: str = "keep",
+        shift_second: bool = True,
+        ranks: Sequence[int] | None = None,
+        overlap: int = 0,
         init: str = DEFAULT_INIT,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
@@ -88,16 +94,25 @@ class MONet(nn.Module):
         super().__init__()
         if len(widths) != len(depths) or not widths:
             raise MultilinearError(f"widths and depths need one entry per stage, got {list(widths)} and {list(depths)}")
+        if ranks is not None and len(ranks) != 2:
+            raise MultilinearError(f"ranks are two numbers, one for each Mu-Layer of a block; got {list(ranks)}")
+        if overlap and len(patches) != 1:
+            raise MultilinearError(f"overlapping patches have one level, got {list(patches)}")
         self.config: dict[str, Any] = {
             "widths": list(widths), "depths": list(depths), "patches": list(patches), "in_chans": in_chans,
             "num_classes": num_classes, "global_pool": global_pool, "expansion": expansion, "shrinkage": shrinkage,
-            "norm": norm, "fuse": fuse, "border": border, "init": init, "drop_rate": drop_rate,
+            "norm": norm, "fuse": fuse, "border": border, "shift_second": shift_second,
+            "ranks": None if ranks is None else list(ranks), "overlap": overlap, "init": init, "drop_rate": drop_rate,
             "drop_path_rate": drop_path_rate,
         }  # fmt: skip
         self.pretrained_cfg: dict[str, Any] = {}  # timm fills it in
         self.num_classes = num_classes
         self.num_features = self.head_hidden_size = widths[-1]
-        self.embed = PyramidPatchEmbed(patches, in_chans, widths[0], fuse=fuse, init=init)
+        self.embed: PyramidPatchEmbed | PatchEmbed
+        if overlap:
+            self.embed = PatchEmbed(patches[0], in_chans, widths[0], overlap=overlap, init=init)
+        else:
+            self.embed = PyramidPatchEmbed(patches, in_chans, widths[0], fuse=fuse, init=init)
         rates: list[list[float | None]] = [[None] * depth for depth in depths]
         if drop_path_rate > 0:
             rates = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
@@ -108,6 +123,7 @@ class MONet(nn.Module):
             stages.append(
                 Stage(
                     before, width, stage_rates, expansion=expansion, shrinkage=shrinkage, norm=norm, shift=border,
+                    shift_second=shift_second, ranks=None if ranks is None else tuple(ranks),
                     branch_scale=branch_scale, init=init,
                 )
             )  # fmt: skip
@@ -205,6 +221,11 @@ default_cfgs = generate_default_cfgs(
         "monet_t_32": _cfg(32, 10),
         "monet_nano": _cfg(32, 10),
         "monet_micro": _cfg(28, 10),
+        "monet_private_1": _cfg(28, 10, "embed.proj"),
+        "monet_private_2": _cfg(28, 10, "embed.proj"),
+        "monet_private_3": _cfg(32, 10, "embed.proj"),
+        "monet_private_3l": _cfg(32, 10, "embed.proj"),
+        "monet_private_7": _cfg(32, 10, "embed.proj"),
     }
 )
 
@@ -269,3 +290,43 @@ def monet_nano(pretrained: bool = False, **kwargs: Any) -> MONet:
 def monet_micro(pretrained: bool = False, **kwargs: Any) -> MONet:
     """The smallest: 48 channels, 3 blocks, 28-pixel images."""
     return _create("monet_micro", pretrained, **{"widths": (48,), "depths": (3,), "patches": (2,), **kwargs})
+
+
+# What encryption needs, or gets for free: norms that fold, shifts that are rotations, patches that the client cuts, and
+# a stream wider than the products, since it is never computed.
+_PRIVATE = {"norm": "batch", "border": "zero", "shift_second": False, "shrinkage": 1}
+
+
+@register_model
+def monet_private_1(pretrained: bool = False, **kwargs: Any) -> MONet:
+    """For encrypted 28-pixel images at ring size 8192: one block."""
+    sizes = {"widths": (128,), "depths": (1,), "patches": (7,), "overlap": 6, "ranks": (64, 192), **_PRIVATE}
+    return _create("monet_private_1", pretrained, **{**sizes, **kwargs})
+
+
+@register_model
+def monet_private_2(pretrained: bool = False, **kwargs: Any) -> MONet:
+    """For encrypted 28-pixel images at ring size 16384: two blocks on tokens of 4 pixels."""
+    sizes = {"widths": (96,), "depths": (2,), "patches": (4,), "overlap": 4, "ranks": (48, 96), **_PRIVATE}
+    return _create("monet_private_2", pretrained, **{**sizes, **kwargs})
+
+
+@register_model
+def monet_private_3(pretrained: bool = False, **kwargs: Any) -> MONet:
+    """For encrypted 32-pixel images at ring size 16384: three blocks."""
+    sizes = {"widths": (192,), "depths": (3,), "patches": (4,), "overlap": 4, "ranks": (64, 192), **_PRIVATE}
+    return _create("monet_private_3", pretrained, **{**sizes, **kwargs})
+
+
+@register_model
+def monet_private_3l(pretrained: bool = False, **kwargs: Any) -> MONet:
+    """The larger one of three blocks."""
+    sizes = {"widths": (256,), "depths": (3,), "patches": (4,), "overlap": 4, "ranks": (128, 256), **_PRIVATE}
+    return _create("monet_private_3l", pretrained, **{**sizes, **kwargs})
+
+
+@register_model
+def monet_private_7(pretrained: bool = False, **kwargs: Any) -> MONet:
+    """As deep as 128-bit security allows, at ring size 32768: seven blocks."""
+    sizes = {"widths": (256,), "depths": (7,), "patches": (4,), "overlap": 4, "ranks": (128, 128), **_PRIVATE}
+    return _create("monet_private_7", pretrained, **{**sizes, **kwargs})

@@ -1,6 +1,7 @@
 """Where a run's batches come from: arrays that live on the device, or image files that stream through workers."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -9,7 +10,6 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from multilinear.data import ArrayData, channel_statistics, folder_loader, hold_out, load_dataset, open_folder
-from multilinear.data.augment import normalise
 from multilinear.errors import MultilinearError
 from multilinear.evaluate import Evaluation, Metrics, evaluate, evaluation_mode
 from multilinear.train.config import Recipe
@@ -27,14 +27,11 @@ class Batches(Protocol):
     steps: int  # of one epoch
     fixed: bool  # same shape and dtype every time, on the device: a step can be captured
     has_validation: bool
+    frequencies: list[float]  # of the classes among the training images
     final_split: str  # judged at the end: "test", or "val" where there are no test images
 
     def epoch(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
         """This process's share of the batches of an epoch, from step `start` on."""
-        ...
-
-    def clean(self, limit: int) -> Iterator[Tensor]:
-        """About `limit` training images as the network sees them at inference, in batches."""
         ...
 
     def score(self, model: nn.Module, split: str, amp: bool) -> Evaluation: ...
@@ -90,6 +87,7 @@ class ArrayBatches:
         self.batch, self.share = recipe.run.batch_size, recipe.run.batch_size // processes.world
         self.steps = len(self.labels) // self.batch
         self.has_validation = data.val is not None
+        self.frequencies = _frequencies(data.train.labels.tolist(), len(data.classes))
         if self.steps < 1:
             raise MultilinearError(
                 f"run.batch_size {self.batch} is larger than the {len(self.labels)} training images of {data.name}"
@@ -102,13 +100,6 @@ class ArrayBatches:
             first = step * self.batch + self.processes.rank * self.share
             chosen = order[first : first + self.share]
             yield self.images[chosen], self.labels[chosen]
-
-    def clean(self, limit: int) -> Iterator[Tensor]:
-        mean, std = (torch.tensor(values, device=self.images.device) for values in (self.mean, self.std))
-        generator = torch.Generator().manual_seed(self.seed)
-        order = torch.randperm(len(self.labels), generator=generator)[:limit].to(self.images.device)
-        for chosen in order.split(2048):
-            yield normalise(self.images[chosen], mean, std)
 
     def score(self, model: nn.Module, split: str, amp: bool) -> Evaluation:
         part = self.data.splits()[split]
@@ -137,6 +128,7 @@ class FolderBatches:
         self.info = open_folder(root, channels=self.channels, seed=recipe.run.seed)
         self.classes = self.info.classes
         self.has_validation = True
+        self.frequencies = _frequencies(self.info.train.labels.tolist(), len(self.classes))
         policy = {"none": None, "auto": "original", "rand": f"rand-m{round(10 * recipe.augment.magnitude)}-mstd0.5"}
         share = recipe.run.batch_size // processes.world
         options: dict[str, Any] = {
@@ -168,14 +160,6 @@ class FolderBatches:
             if step >= start:
                 yield images.to(self.processes.device, non_blocking=True), labels.to(self.processes.device)
 
-    def clean(self, limit: int) -> Iterator[Tensor]:
-        seen = 0
-        for images, _ in self.loaders["train"]:
-            yield images.to(self.processes.device)
-            seen += len(images)
-            if seen >= limit:
-                return
-
     def score(self, model: nn.Module, split: str, amp: bool) -> Evaluation:
         found = Metrics(len(self.classes))
         with evaluation_mode(model), torch.inference_mode():
@@ -189,3 +173,8 @@ class FolderBatches:
 
     def check(self, limit: float) -> None:
         self.info.train.check(limit)
+
+
+def _frequencies(labels: Iterable[int], classes: int) -> list[float]:
+    counts = Counter(labels)
+    return [counts[label] / max(1, counts.total()) for label in range(classes)]

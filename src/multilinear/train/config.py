@@ -58,6 +58,8 @@ class OptimConfig:
     muon_lr: float = 0.02  # of the matrices, with name "muon"
     clip: float = 1.0  # gradient norm; 0 for none
     smoothing: float = 0.1
+    balance: bool = False  # all classes count alike, however rare: log-frequencies are added to the logits in training
+    range_penalty: float = 0.0  # on the mean fourth power of all products: polynomials with short tails
     ema: float = 0.0  # decay of averaged weights; 0 for none
 
 
@@ -74,10 +76,10 @@ class RunConfig:
     evaluate_every: int = 1  # epochs; 0 for only at the end
     save_every: int = 0  # steps between checkpoints inside an epoch; 0 for none
     save_seconds: float = 0.0  # at ends of epochs: at least this long after the last one, and always at the very end
-    select: str = "last"  # "last", "ema", or "best": by accuracy, or AUC, on the validation split
-    metric: str = "accuracy"  # what "best" and patience look at
+    select: str = "last"  # "last", "ema", or "best" on the validation split
+    metric: str = "accuracy"  # what "best" and patience look at; or "auc" or "loss"
     patience: int = 0  # epochs without a better validation result before stopping; 0 for never
-    collect_statistics: bool = True  # of batch norms, on clean training images at the end
+    collect_statistics: bool = True  # of batch norms, for the weights that are kept
 
 
 @dataclass
@@ -102,7 +104,7 @@ class Recipe:
         check_choice("run.precision", self.run.precision, ("bf16", "bf16-always", "float32"))
         check_choice("run.compile", self.run.compile, ("gpu", "always", "never"))
         check_choice("run.select", self.run.select, ("last", "ema", "best"))
-        check_choice("run.metric", self.run.metric, ("accuracy", "auc"))
+        check_choice("run.metric", self.run.metric, ("accuracy", "auc", "loss"))
         for name, value in (("run.epochs", self.run.epochs), ("run.batch_size", self.run.batch_size),
                             ("run.accumulate", self.run.accumulate), ("optim.lr", self.optim.lr)):  # fmt: skip
             if value <= 0:

@@ -2,7 +2,9 @@
 
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ from multilinear.train.config import Recipe
 from multilinear.train.distributed import Processes, spread
 from multilinear.train.log import Bar, Dashboards, Row, progress_bar, write_history
 from multilinear.train.optim import Average, build_optimizers, learning_rate, set_learning_rate
-from multilinear.train.step import Step, compile_blocks
+from multilinear.train.step import Step, augment_batch, compile_blocks
 
+STATISTICS_BATCHES = 64  # for batch norms, at the end
 CHECK_EVERY = 50  # steps between looks at the loss on a GPU, each of which waits for it
 
 
@@ -33,7 +36,7 @@ class Position:
 
     epoch: int = 0
     step: int = 0  # inside the epoch
-    best: float = -1.0  # below every accuracy and AUC
+    best: float = -math.inf
     best_epoch: int = -1
     loss_sum: float = 0.0  # of this epoch's steps so far
     seconds: float = 0.0
@@ -66,7 +69,8 @@ class Run:
         optimizers = build_optimizers(self.model, recipe.optim)
         average = Average(self.model, recipe.optim.ema) if recipe.optim.ema else None
         statistics = tuple(torch.tensor(values, device=self.device) for values in (self.batches.mean, self.batches.std))
-        self.step = Step(self.model, wrapped, optimizers, average, recipe, (statistics[0], statistics[1]))
+        frequencies = torch.tensor(self.batches.frequencies, device=self.device) if recipe.optim.balance else None
+        self.step = Step(self.model, wrapped, optimizers, average, recipe, (statistics[0], statistics[1]), frequencies)
         self.position = Position()
         self.history: list[Row] = []
         self.first_step_seconds = 0.0
@@ -214,7 +218,7 @@ class Run:
             return {}
         with self.averaged(run.select != "last"):
             found = self.score("val")
-            value = found.top1 if run.metric == "accuracy" else found.auc
+            value = {"accuracy": found.top1, "auc": found.auc, "loss": -found.nll}[run.metric]
             if value > self.position.best:
                 self.position.best, self.position.best_epoch = value, self.position.epoch
                 if run.select == "best":
@@ -236,10 +240,18 @@ class Run:
         return _Averaged(self.step.average if wanted else None)
 
     def collect(self) -> None:
-        """Statistics of batch norms from clean training images, where the recipe wants them."""
+        """Statistics of batch norms for the weights that are kept, where the recipe wants them.
+
+        From batches augmented as in training: a polynomial of high degree is at home where it was trained, and with
+        statistics of clean images it is elsewhere (CIFAR-10, 3 blocks: 81% instead of 84%).
+        """
         if self.recipe.run.collect_statistics and any(isinstance(part, BatchNorm) for part in self.model.modules()):
             with torch.compiler.set_stance("force_eager"):
-                collect_statistics(self.model, self.batches.clean(16_384))
+                collect_statistics(self.model, islice(self._augmented(), STATISTICS_BATCHES))
+
+    def _augmented(self) -> Iterator[torch.Tensor]:
+        for images, labels in self.batches.epoch(self.position.epoch, 0):
+            yield augment_batch(images, labels, self.recipe.augment, self.step.mean, self.step.std).images
 
     def restore(self, path: Path) -> None:
         """Take the weights of an exported file."""

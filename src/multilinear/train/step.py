@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from multilinear.data.augment import Mixed, apply_policy, crop_and_flip, erase, mix, normalise
-from multilinear.layers import PolyBlock, PyramidPatchEmbed
+from multilinear.layers import MuLayer, PatchEmbed, PolyBlock, PyramidPatchEmbed
 from multilinear.train.config import AugmentConfig, Recipe
 from multilinear.train.optim import Average
 
@@ -68,10 +68,16 @@ class Step:
         average: Average | None,
         recipe: Recipe,
         statistics: tuple[Tensor, Tensor],
+        frequencies: Tensor | None = None,
     ) -> None:
         self.model, self.wrapped, self.optimizers, self.average = model, wrapped, optimizers, average
         self.recipe, (self.mean, self.std) = recipe, statistics
         self.device = self.mean.device
+        # Menon et al., "Long-tail learning via logit adjustment", ICLR 2021
+        self.adjustment = None if frequencies is None else frequencies.clamp_min(1e-6).log()
+        self.watched = [part for part in model.modules() if isinstance(part, MuLayer)]
+        for part in self.watched:
+            part.watch_range = recipe.optim.range_penalty > 0
         self.loss_sum = torch.zeros((), device=self.device)
         self.steps_summed = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -105,8 +111,10 @@ class Step:
                 mixed = augment_batch(part, part_labels, self.recipe.augment, self.mean, self.std)
                 with self._precision():
                     logits = self.wrapped(mixed.images)
+                if self.adjustment is not None:
+                    logits = logits + self.adjustment
                 loss = mixed_loss(logits, mixed, self.recipe.optim.smoothing) / parts
-                loss.backward()
+                self._with_penalty(loss, parts).backward()
             self.loss_sum += loss.detach()
         if self.recipe.optim.clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.optim.clip)
@@ -114,6 +122,11 @@ class Step:
             optimizer.step()
         if self.average is not None:
             self.average.update()
+
+    def _with_penalty(self, loss: Tensor, parts: int) -> Tensor:
+        weight = self.recipe.optim.range_penalty
+        ranges = [part.range for part in self.watched if part.range is not None] if weight else []
+        return loss + weight / parts * torch.stack(ranges).mean() if ranges else loss
 
     def _precision(self) -> torch.autocast:
         precision = self.recipe.run.precision
@@ -168,5 +181,5 @@ def compile_blocks(model: nn.Module) -> None:
     """
     torch._dynamo.config.recompile_limit = 64  # widths of stages times training and evaluation
     for module in model.modules():
-        if isinstance(module, PolyBlock | PyramidPatchEmbed):
+        if isinstance(module, PatchEmbed | PolyBlock | PyramidPatchEmbed):
             module.compile()

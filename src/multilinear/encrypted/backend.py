@@ -1,0 +1,193 @@
+"""The thin interface to SEAL (package `seal-python`): keys, ciphertexts as arrays of residues, and four operations.
+
+Ciphertexts live as residues (parts, primes, degree) in NTT form. SEAL writes an uncompressed ciphertext as a header of
+fixed length and then these residues, so going back and forth is a copy. A self-test at start-up checks that this is so.
+"""
+
+import importlib
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from multilinear.encrypted import residues as exact
+from multilinear.encrypted.parameters import PRIME_BITS, SCALE_BITS, Parameters
+from multilinear.encrypted.residues import Residues
+from multilinear.errors import MultilinearError
+
+Array = NDArray[np.float64]
+SCALE = 2.0**SCALE_BITS
+
+
+def _seal() -> Any:
+    try:
+        return importlib.import_module("seal")
+    except ImportError:
+        raise MultilinearError("encryption needs SEAL: pip install 'multilinear[encrypted]'") from None
+
+
+@lru_cache(maxsize=2)
+def ring(parameters: Parameters) -> "Ring":
+    """The ring of these parameters, made and tested once."""
+    return Ring(parameters)
+
+
+class Ring:
+    """A context of SEAL, and its ciphertexts as residues.
+
+    >>> made = ring(Parameters(8192, 2))
+    >>> len(made.primes), made.fast
+    (3, True)
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        parameters.check()
+        seal = _seal()
+        self.parameters, self.seal = parameters, seal
+        wanted = seal.EncryptionParameters(seal.scheme_type.ckks)
+        wanted.set_poly_modulus_degree(parameters.degree)
+        chain = seal.CoeffModulus.Create(parameters.degree, [PRIME_BITS] * (parameters.depth + 2))
+        wanted.set_coeff_modulus(chain)
+        self.context = seal.SEALContext(wanted, True, seal.sec_level_type.tc128)
+        if not self.context.parameters_set():  # SEAL has its own table
+            raise MultilinearError(f"SEAL refuses these parameters: {self.context.parameter_error_message()}")
+        self.primes = [int(prime.value()) for prime in chain[:-1]]
+        self.evaluator = seal.Evaluator(self.context)
+        self.encoder = seal.CKKSEncoder(self.context)
+        self._headers: dict[tuple[int, int], bytes] = {}
+        self.fast = self._self_test()
+
+    def encode(self, values: Array) -> Residues:
+        """Residues (primes, degree) of a plaintext with these slots, at the scale."""
+        data = self.encoder.encode(np.ascontiguousarray(values, np.float64), SCALE).to_bytes()
+        count = len(self.primes) * self.parameters.degree
+        return np.frombuffer(data[len(data) - 8 * count :], np.uint64).reshape(len(self.primes), -1)
+
+    def residues(self, ciphertext: Any) -> Residues:
+        """The residues (parts, primes, degree) of a ciphertext."""
+        data: bytes = ciphertext.to_string()
+        shape = ciphertext.size(), ciphertext.coeff_modulus_size(), self.parameters.degree
+        return np.frombuffer(data[len(data) - 8 * int(np.prod(shape)) :], np.uint64).reshape(shape)
+
+    def ciphertext(self, residues: Residues) -> Any:
+        """The ciphertext with these residues; SEAL checks that they are in range."""
+        parts, primes, _ = residues.shape
+        made = self.seal.Ciphertext()
+        made.load_bytes(self.context, self._headers[parts, primes] + residues.tobytes())
+        return made
+
+    def _self_test(self) -> bool:
+        """Learn the headers with a key that is thrown away, and whether products on residues are exact.
+
+        Raises where SEAL stores ciphertexts otherwise; returns False where only the fast product fails.
+        """
+        seal, slots = self.seal, self.parameters.slots
+        generator = seal.KeyGenerator(self.context)
+        encryptor = seal.Encryptor(self.context, generator.secret_key())
+        decryptor = seal.Decryptor(self.context, generator.secret_key())
+        values = np.random.default_rng(0).uniform(-1, 1, (2, slots))
+        pair = [encryptor.encrypt_symmetric(self.encoder.encode(row, SCALE)) for row in values]
+        for primes in range(len(self.primes), 0, -1):
+            kinds = [pair[0]] + ([self.evaluator.multiply(*pair)] if primes > 1 else [])
+            for ciphertext in kinds:
+                data: bytes = ciphertext.to_string()
+                body = 8 * ciphertext.size() * primes * self.parameters.degree
+                self._headers[ciphertext.size(), primes] = data[: len(data) - body]
+                self._check_layout(ciphertext)
+            if primes > 1:
+                third = self.evaluator.rescale_to_next(kinds[1])
+                if primes == 2:
+                    data = third.to_string()
+                    self._headers[3, 1] = data[: len(data) - 24 * self.parameters.degree]
+                for ciphertext in pair:
+                    self.evaluator.mod_switch_to_next_inplace(ciphertext)
+        weights = np.array([[8191.0, -8190.0]])
+        stacked = np.concatenate([self.residues(ciphertext).reshape(1, -1) for ciphertext in pair])
+        product = exact.multiply(weights, stacked, self.primes[0])
+        whole = weights[0].astype(int).tolist()
+        expected = [(whole[0] * int(a) + whole[1] * int(b)) % self.primes[0] for a, b in stacked[:, :64].T]
+        plain = seal.Plaintext()
+        decryptor.decrypt(self.ciphertext(product.reshape(2, 1, -1)), plain)
+        close = np.abs(self.encoder.decode(plain) - weights[0] @ values).max() < 8191 * 1e-3
+        return bool(close and product[0, :64].tolist() == expected)
+
+    def _check_layout(self, ciphertext: Any) -> None:
+        found = self.residues(ciphertext)
+        same = np.array_equal(self.residues(self.ciphertext(found)), found)
+        below = all((found[:, i] < prime).all() for i, prime in enumerate(self.primes[: found.shape[1]]))
+        if not same or not below:
+            raise MultilinearError(
+                "this release of seal-python stores ciphertexts in another form; pip install 'seal-python==4.4.0'"
+            )
+
+
+class Secret:
+    """A secret key: makes evaluation keys, encrypts and decrypts. Only a client has one."""
+
+    def __init__(self, made: Ring, key: bytes | None = None) -> None:
+        seal = made.seal
+        self.ring = made
+        try:
+            self.key = (
+                seal.KeyGenerator(made.context).secret_key() if key is None else made.context.from_secret_str(key)
+            )
+        except Exception as error:
+            raise MultilinearError(f"not a secret key for this program: {error}") from error
+        self.encryptor = seal.Encryptor(made.context, self.key)
+        self.decryptor = seal.Decryptor(made.context, self.key)
+
+    def to_bytes(self) -> bytes:
+        return bytes(self.key.to_string())
+
+    def evaluation_keys(self, rotations: list[int]) -> tuple[bytes, bytes]:
+        """Keys to bring products back to two parts, and to rotate (empty if nothing rotates)."""
+        generator = self.ring.seal.KeyGenerator(self.ring.context, self.key)
+        relin = bytes(generator.create_relin_keys().to_string())
+        if not rotations:
+            return relin, b""
+        galois = self.ring.seal.GaloisKeys()
+        generator.create_galois_keys(rotations, galois)
+        return relin, bytes(galois.to_string())
+
+    def encrypt(self, values: Array) -> Residues:
+        """Fresh residues (2, primes, degree) of these slots."""
+        plain = self.ring.encoder.encode(np.ascontiguousarray(values), SCALE)
+        return self.ring.residues(self.encryptor.encrypt_symmetric(plain))
+
+    def decrypt(self, residues: Residues) -> Array:
+        """The slots of a ciphertext in units of the scale."""
+        plain = self.ring.seal.Plaintext()
+        self.decryptor.decrypt(self.ring.ciphertext(residues), plain)
+        plain.scale(SCALE)  # the header's own is that of the self-test
+        return np.asarray(self.ring.encoder.decode(plain), np.float64)
+
+
+class EvaluationKeys:
+    """What a server holds: enough to compute, not to read."""
+
+    def __init__(self, made: Ring, relin: bytes, galois: bytes) -> None:
+        self.ring = made
+        try:
+            self.relin = made.context.from_relin_str(relin)
+            self.galois = made.context.from_galois_str(galois) if galois else None
+        except Exception as error:
+            raise MultilinearError(f"these evaluation keys are damaged or of another program: {error}") from error
+
+    def rotate(self, residues: Residues, steps: int) -> Residues:
+        if self.galois is None:
+            raise MultilinearError("the evaluation keys hold no rotations, but this program needs them")
+        return self.ring.residues(self.ring.evaluator.rotate_vector(self.ring.ciphertext(residues), steps, self.galois))
+
+    def product(self, first: Residues, second: Residues, finish: bool = True) -> Residues:
+        """Multiply, bring back to two parts, and drop one prime; or leave three parts and all primes."""
+        evaluator = self.ring.evaluator
+        made = evaluator.multiply(self.ring.ciphertext(first), self.ring.ciphertext(second))
+        if finish:
+            evaluator.relinearize_inplace(made, self.relin)
+            evaluator.rescale_to_next_inplace(made)
+        return self.ring.residues(made)
+
+    def rescale(self, residues: Residues) -> Residues:
+        """Drop one prime, and divide by it."""
+        return self.ring.residues(self.ring.evaluator.rescale_to_next(self.ring.ciphertext(residues)))
