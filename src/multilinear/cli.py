@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from tyro.conf import Positional, arg
 
-from multilinear import analysis, cli_ode, models
+from multilinear import analysis, cli_encrypt, cli_ode, models
 from multilinear.errors import MultilinearError
 from multilinear.layers import fold
 
@@ -239,6 +239,11 @@ def demo(
     run_demo(out, epochs=epochs, seed=seed, console=console)
 
 
+def encrypt() -> None:
+    """Classify images that the server never sees: compile, plan, keygen, encrypt, run, serve, decrypt, demo."""
+    raise MultilinearError(f"say what to do: multilinear encrypt {'|'.join(cli_encrypt.COMMANDS)}")
+
+
 DESCRIPTION = "Train, read and encrypt networks of additions and multiplications."
 COMMANDS: dict[str, Callable[..., None]] = {
     "models": list_models,
@@ -249,6 +254,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "predict": predict,
     "export": export,
     "discover": cli_ode.discover,
+    "encrypt": encrypt,
     "demo": demo,
     "lotka-volterra": cli_ode.lotka_volterra,
     "node-comparison": cli_ode.node_comparison,
@@ -257,8 +263,13 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command; bad input ends with one line on standard error and exit status 2."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    commands, prog, description = COMMANDS, "multilinear", DESCRIPTION
+    if given[:1] == ["encrypt"] and len(given) > 1:
+        commands, prog, given = cli_encrypt.COMMANDS, "multilinear encrypt", given[1:]
+        description = str(encrypt.__doc__)
     try:
-        tyro.extras.subcommand_cli_from_dict(COMMANDS, prog="multilinear", description=DESCRIPTION, args=arguments)
+        tyro.extras.subcommand_cli_from_dict(commands, prog=prog, description=description, args=given)
     except MultilinearError as error:
         _print_error(str(error))
         sys.exit(2)

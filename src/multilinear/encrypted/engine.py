@@ -201,9 +201,9 @@ def _run_task(named: tuple[str, Task]) -> None:
 
 
 def usable_processes(wanted: int | None) -> int:
-    """How many processes to use: all cores if not given, one where processes cannot be forked."""
+    """How many processes to use: all cores if not given, one where processes cannot be forked (or not from here)."""
     if wanted is not None and wanted < 1:
         raise MultilinearError(f"processes must be at least 1, got {wanted}")
-    if "fork" not in multiprocessing.get_all_start_methods():
+    if "fork" not in multiprocessing.get_all_start_methods() or multiprocessing.current_process().daemon:
         return 1
     return wanted or len(os.sched_getaffinity(0))

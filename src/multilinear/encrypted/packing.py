@@ -46,8 +46,8 @@ class Packing:
 
     @property
     def images(self) -> int:
-        """Images in one batch."""
-        return self.slots // self.stride
+        """Images in one batch. With one slot each, one is left empty: whether it stays zero tells a wrong key."""
+        return self.slots // self.stride if self.kind == "tokens" else self.slots - 1
 
     @property
     def places(self) -> int:
