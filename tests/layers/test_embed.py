@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from multilinear.errors import MultilinearError
 from multilinear.layers import PatchEmbed, PyramidPatchEmbed
 
 
@@ -42,3 +43,15 @@ def test_bad_levels():
         PyramidPatchEmbed([], 3, 4)
     with pytest.raises(ValueError, match="unknown fusion 'max'; known: add, concat"):
         PyramidPatchEmbed([4], 3, 4, fuse="max")
+
+
+def test_overlapping_patches_see_their_neighbours_and_zeros_past_the_border():
+    embed = PatchEmbed(4, 1, 5, overlap=4).double()
+    image = torch.randn(1, 1, 8, 8, dtype=torch.float64)
+    padded = F.pad(image, (2, 2, 2, 2))
+    corner = (embed.proj.weight * padded[:, :, :8, :8]).sum((1, 2, 3)) + embed.proj.bias
+    tokens = embed(image)
+    assert tokens.shape == (1, 2, 2, 5)
+    torch.testing.assert_close(tokens[0, 0, 0], corner)
+    with pytest.raises(MultilinearError, match="even number"):
+        PatchEmbed(4, 1, 5, overlap=3)

@@ -33,13 +33,14 @@ def relative_change(model, x):
 @given(
     norm=st.sampled_from(["batch", "affine", "none"]),
     shift=st.sampled_from([None, "keep", "zero"]),
+    shift_second=st.booleans(),
     shrinkage=st.integers(1, 8),
     seed=st.integers(0, 100),
 )
 @settings(deadline=None, max_examples=60)
-def test_a_folded_block_is_the_same_function(norm, shift, shrinkage, seed):
+def test_a_folded_block_is_the_same_function(norm, shift, shift_second, shrinkage, seed):
     torch.manual_seed(seed)
-    block = randomise(PolyBlock(8, norm=norm, shift=shift, shrinkage=shrinkage))
+    block = randomise(PolyBlock(8, norm=norm, shift=shift, shift_second=shift_second, shrinkage=shrinkage))
     assert relative_change(block, torch.randn(2, 4, 3, 8, dtype=torch.float64)) < 1e-12
 
 

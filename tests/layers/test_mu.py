@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multilinear.layers import INITIALISERS, NORMS, MuLayer, PolyBlock, init_weights
+from multilinear.layers import INITIALISERS, NORMS, MuLayer, PolyBlock, init_weights, spatial_shift
 
 
 def test_equation_one():
@@ -69,3 +69,25 @@ def test_unknown_names_list_the_known_ones():
         MuLayer(4, norm="group")
     with pytest.raises(ValueError, match="unknown initialiser 'orthogonal'; known: kaiming_normal, .*xavier_uniform"):
         init_weights(torch.nn.Linear(2, 2), "orthogonal")
+
+
+def test_a_second_branch_may_stay_in_place():
+    layer = MuLayer(8, shift="zero", shift_second=False)
+    x = torch.randn(2, 3, 3, 8)
+    first, second = spatial_shift(layer.A(x), "zero"), layer.B(layer.D(x))
+    torch.testing.assert_close(layer(x), layer.C(first + first * second))
+
+
+def test_ranks_set_both_hidden_widths():
+    block = PolyBlock(8, ranks=(5, 7), shrinkage=1)
+    assert (block.mu1.A.out_features, block.mu2.A.out_features) == (5, 7)
+    assert block(torch.randn(1, 3, 3, 8)).shape == (1, 3, 3, 8)
+
+
+def test_products_tell_their_range_when_watched():
+    layer = MuLayer(4)
+    layer(torch.randn(3, 4))
+    assert layer.range is None
+    layer.watch_range = True
+    layer(torch.zeros(3, 4))
+    assert layer.range == 0

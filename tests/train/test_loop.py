@@ -80,6 +80,14 @@ def test_best_by_validation_and_patience(tmp_path):
     assert (result.folder / "best.safetensors").exists()
 
 
+def test_the_best_epoch_by_validation_loss(tmp_path):
+    recipe = small(data={"hold_out": 200}, run={"epochs": 4, "select": "best", "metric": "loss"})
+    result = train(recipe, out=tmp_path / "run", device="cpu")
+    losses = [row["val_loss"] for row in result.history]
+    _, header = read_checkpoint(result.folder / "last.safetensors")
+    assert header["position"]["best_epoch"] == losses.index(min(losses)) + 1
+
+
 # --- kills -----------------------------------------------------------------------------------------------------------
 
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -6,9 +8,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from multilinear.data.augment import Mixed, apply_policy, crop_and_flip, erase, mix, normalise
-from multilinear.train.config import AugmentConfig, OptimConfig
+from multilinear.models import MONet
+from multilinear.train.config import AugmentConfig, OptimConfig, Recipe
 from multilinear.train.optim import Average, Muon, build_optimizers, orthogonalise
-from multilinear.train.step import augment_batch, mixed_loss
+from multilinear.train.step import Step, augment_batch, mixed_loss
 
 
 @given(st.floats(0, 1), st.floats(0, 0.5), st.integers(2, 6))
@@ -144,3 +147,38 @@ def test_the_average_follows_the_weights():
         decay = min(0.5, (1 + step) / (10 + step))
         expected = decay * expected + (1 - decay) * step
     assert average.state()["weight"].item() == pytest.approx(expected, rel=1e-5)
+
+
+IMAGES = torch.randint(0, 256, (16, 8, 8, 1), dtype=torch.uint8)
+LABELS = torch.tensor([0, 1, 0, 2] * 4)
+FREQUENCIES = torch.tensor([0.5, 0.25, 0.25])
+
+
+def one_step(**optim):
+    torch.manual_seed(0)
+    model = MONet(widths=(8,), depths=(1,), patches=(2,), num_classes=3, in_chans=1, norm="batch")
+    before = copy.deepcopy(model)
+    recipe = Recipe(optim=OptimConfig(clip=0.0, smoothing=0.0, **optim))
+    sgd, statistics = torch.optim.SGD(model.parameters(), lr=0.1), (torch.zeros(1), torch.ones(1))
+    frequencies = FREQUENCIES if recipe.optim.balance else None
+    step = Step(model, model, [sgd], None, recipe, statistics, frequencies)
+    step(IMAGES, LABELS)
+    return before, model, step.mean_loss()
+
+
+def test_balancing_adds_log_frequencies_to_the_logits():
+    before, _, loss = one_step(balance=True)
+    logits = before(normalise(IMAGES, torch.zeros(1), torch.ones(1)))
+    expected = F.cross_entropy(logits + FREQUENCIES.log(), LABELS).item()
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert loss != pytest.approx(one_step()[2], rel=1e-3)
+
+
+def test_a_range_penalty_makes_products_smaller():
+    def typical(model):
+        for layer in (block := model.stages[0].blocks[0]).mu1, block.mu2:
+            layer.watch_range = True
+        model(normalise(IMAGES, torch.zeros(1), torch.ones(1)))
+        return block.mu1.range + block.mu2.range
+
+    assert typical(one_step(range_penalty=0.1)[1]) < typical(one_step()[1])
