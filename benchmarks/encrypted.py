@@ -147,7 +147,7 @@ def main() -> None:
 
         network = train_network(data.train.images, data.train.labels)
         peer = run(data.test.images, data.test.labels, network, options.tenseal)
-        ratio = peer["core_seconds_an_image"]["evaluate"] / rows[0]["core_seconds_an_image"]
+        ratio = peer["cpu_seconds_per_image"]["evaluate"] / rows[0]["core_seconds_an_image"]
         rows.append({"dataset": options.dataset, "peer": peer, "peer_over_ours": ratio})
         print(json.dumps(rows[-1], indent=1))
     record = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}

@@ -5,7 +5,7 @@
 Network, training and encryption parameters are those of "Tutorial 4 - Encrypted Convolution on MNIST" of
 OpenMined/TenSEAL: a convolution with four 7x7 kernels and stride 3, a square, a linear layer to 64, a square, a linear
 layer to 10. The image is encrypted, the weights are not, and one image is evaluated at a time. The tutorial gives
-TenSEAL a thread per core; here it has one, as it is core seconds that are counted. More threads need as many of them.
+TenSEAL a thread per core; here it has one, as it is core seconds that are counted. Two threads took as many.
 
 FOLDER holds mnist.npz. Needs `pip install tenseal==0.3.16`, which multilinear itself does not.
 """
@@ -138,6 +138,7 @@ def run(images: Images, labels: NDArray[Any], network: ConvNet, count: int, thre
         "accuracy": float((found.argmax(1) == truth).mean()),
         "accuracy_in_the_clear": float((clear.argmax(1) == truth).mean()),
         "agreement": float((found.argmax(1) == clear.argmax(1)).mean()),
+        # the first prime leaves five bits before the point, sign included: logits with a large mean wrap around
         "logit_error": {"median": float(np.median(abs(found - clear))), "largest": float(abs(found - clear).max())},
         "cpu_seconds_per_image": {"encrypt": encrypt, "evaluate": evaluate, "decrypt": decrypt},
         "evaluate_cpu_seconds_range": [float(seconds[:, 1].min()), float(seconds[:, 1].max())],

@@ -1,5 +1,6 @@
 """One small network as if it were trained, compiled, with a client and a server, for all the tests here."""
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -39,7 +40,7 @@ def make_trained(images, name="monet_private_1", seed=0, **options):
 
 @torch.no_grad()
 def clear_logits(model, images):
-    return model.double()(as_tensor(images)).numpy()
+    return copy.deepcopy(model).double()(as_tensor(images)).numpy()
 
 
 def make_parts(images, packing="tokens", processes=1, **options):
@@ -63,6 +64,11 @@ def pictures():
 @pytest.fixture(scope="session")
 def trained():
     return make_trained
+
+
+@pytest.fixture(scope="session")
+def in_the_clear():
+    return clear_logits
 
 
 @pytest.fixture(scope="session")

@@ -45,7 +45,9 @@ def test_ranks_need_not_divide_by_the_four_directions(trained, pictures, ranks):
     assert relative_change(trained(pictures(20), ranks=ranks), (8, 8)) < 1e-9
 
 
-@pytest.mark.parametrize("options", [{"patches": (4, 2)}, {"patches": (8, 4, 2), "fuse": "concat"}, {"shrinkage": 4, "widths": (12,)}])
+@pytest.mark.parametrize(
+    "options", [{"patches": (4, 2)}, {"patches": (8, 4, 2), "fuse": "concat"}, {"shrinkage": 4, "widths": (12,)}]
+)
 def test_pyramids_of_several_levels_and_narrow_branches(trained, pictures, options):
     assert relative_change(trained(pictures(20, 3), **options), (16, 8)) < 1e-9
 
