@@ -55,7 +55,7 @@ def measure(
     """Run `count` test images through client and server."""
     program = encrypted.compile(weights, data.train.images[:CALIBRATION], packing=packing)
     images, labels = data.test.images[:count], data.test.labels[:count]
-    planned = encrypted.plan(program)
+    planned = program.plan()
     client = encrypted.Client(program.public)
     keys = client.keygen()
     server = encrypted.Server(program, keys, processes)

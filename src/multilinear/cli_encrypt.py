@@ -55,7 +55,7 @@ def compile(
     program_file, client_file = out.with_name(out.name + ".program"), out.with_name(out.name + ".client.json")
     program.save(program_file)
     program.public.save(client_file)
-    _print_plan(encrypted.plan(program))
+    _print_plan(program.plan())
     console.print(f"for the server: {program_file}\nfor clients:    {client_file}", highlight=False, soft_wrap=True)
 
 
@@ -63,7 +63,7 @@ def plan(program: ProgramFile, json: Json = False) -> None:
     """Tell beforehand what a program takes: security, sizes, memory, time and error."""
     from multilinear import encrypted
 
-    found = encrypted.plan(encrypted.Program.load(program))
+    found = encrypted.Program.load(program).plan()
     if json:
         sys.stdout.write(json_module.dumps(found.as_dict(), indent=2) + "\n")
         return

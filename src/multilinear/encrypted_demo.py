@@ -14,7 +14,7 @@ from rich.table import Table
 
 from multilinear import encrypted
 from multilinear.data import load_dataset
-from multilinear.encrypted import Program, Server, plan
+from multilinear.encrypted import Program, Server
 from multilinear.errors import MultilinearError
 from multilinear.models import load
 from multilinear.train import train
@@ -49,7 +49,7 @@ def run_demo(*, count: int, seed: int, console: Console) -> float:
     with torch.inference_mode():
         clear = network(pixels).numpy()
     agree = float((logits.argmax(1) == clear.argmax(1)).mean())
-    found = plan(program)
+    found = program.plan()
     console.print(_who_knew_what(sizes))
     console.print(
         f"\nencrypted: [bold]{(logits.argmax(1) == labels).mean():.1%}[/bold] of {count} digits right, in the clear "

@@ -58,9 +58,9 @@ def edit_program(path, tensors=(), **changes):
         ({"program": "abcd"}, "the id is no hash"),
         ({"program": "zz" * 32}, "damaged program header"),
         ({"version": 2}, "version 2, this release reads 1"),
-        ({"grid": [float("inf"), 2]}, "damaged program header"),  # fails: an OverflowError
-        ({"error": float("nan")}, "damaged program header"),  # fails: taken, and then no noise is ever found
-        ({"overlap": 1}, "damaged program header"),  # fails: taken, and half of the patches are zero
+        ({"grid": [float("inf"), 2]}, "damaged program header"),
+        ({"error": float("nan")}, "damaged program header"),
+        ({"overlap": 1}, "damaged program header"),
     ],
 )
 def test_headers_edited_by_hand_are_refused(client_file, program_file, changes, message):
@@ -81,7 +81,7 @@ def test_headers_edited_by_hand_are_refused(client_file, program_file, changes, 
         ({"head": np.full((4, 31), np.nan)}, "too large for exact products"),
         ({"0.offset": np.zeros(())}, "damaged program"),
         ({"1.offset": np.zeros(3, np.int32)}, "sizes do not follow"),
-        ({"0.offset": np.full(6, np.nan)}, "damaged|exact products"),  # fails: numpy warns of a cast
+        ({"0.offset": np.full(6, np.nan)}, "damaged|exact products"),
     ],
 )
 def test_weights_edited_by_hand_are_refused(program_file, tensors, message):
@@ -90,17 +90,15 @@ def test_weights_edited_by_hand_are_refused(program_file, tensors, message):
 
 
 def test_offsets_that_would_not_be_exact_are_refused(small):
-    # fails: only the rows are checked
     layers = [dataclasses.replace(layer, offset=np.full(layer.rank, 2.0**30)) for layer in small.program.layers]
     program = dataclasses.replace(small.program, layers=tuple(layers))
     public = dataclasses.replace(small.public, program=program.identity())
-    with pytest.raises(MultilinearError, match="exact products"):
+    with pytest.raises(MultilinearError, match="too large"):
         dataclasses.replace(program, public=public).check()
 
 
 @pytest.mark.parametrize("changes", [{"std": [0.0]}, {"std": [1e-300]}, {"mean": [1e300]}])
 def test_preprocessing_that_cannot_be_encrypted_is_told_in_one_line(small, client_file, changes):
-    # fails: a ValueError of SEAL's, or numpy's warning
     with pytest.raises(MultilinearError):
         Client(Public.load(edit_client(client_file, **changes)), small.client.secret()).encrypt(small.images[:1])
 
@@ -112,7 +110,6 @@ def test_fewer_layers_than_the_depth_are_refused(program_file):
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "3", '{"format": "other"}', "\x00", "[" * 50_000])
 def test_files_that_are_no_client_file_are_refused(tmp_path, text):
-    # fails: brackets without end are a RecursionError
     path = tmp_path / "a.json"
     path.write_text(text)
     with pytest.raises(MultilinearError, match="client file|readable"):
@@ -135,7 +132,6 @@ def test_missing_large_and_foreign_files_are_refused(tmp_path):
 
 
 def test_numbers_that_numpy_does_not_have_are_refused(tmp_path):
-    # fails: a TypeError of safetensors'
     path = tmp_path / "a.program"
     save_tensors({"head": torch.zeros(2, dtype=torch.bfloat16)}, path, {"multilinear-program": '{"version": 1}'})
     with pytest.raises(MultilinearError):

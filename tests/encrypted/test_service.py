@@ -78,8 +78,7 @@ def test_the_program_is_told_without_weights(small, http_service):
 def test_garbage_is_a_bad_request(http_service, path):
     for body in (b"x", b"MULTILIN" + bytes(200), b"\xff" * 5000):
         status, text = ask(http_service, path, body)
-        assert status == 400 and text.startswith(b"expected") or b"version" in text
-        assert b"\n" not in text and b"Traceback" not in text
+        assert status == 400 and (b"expected" in text or b"version" in text) and b"\n" not in text
 
 
 @pytest.mark.usefixtures("still_well")
@@ -105,7 +104,7 @@ def test_unknown_paths_are_not_found(http_service, path):
 def test_lengths_that_are_missing_or_absurd_are_refused_unread(http_service, path):
     assert ask_bare(http_service, path)[0] == 411
     assert ask_bare(http_service, path, ("Content-Length", "many"))[0] == 411
-    assert ask_bare(http_service, path, ("Transfer-Encoding", "chunked"), body=b"5\r\nhello\r\n0\r\n\r\n")[0] == 411
+    assert ask_bare(http_service, path, ("Transfer-Encoding", "chunked"))[0] == 411
     for length in (http_service.service.limit(path) + 1, 2**40, 10**30, -1):
         status, text = ask_bare(http_service, path, ("Content-Length", str(length)))
         assert status == 413 and b"at most" in text

@@ -3,9 +3,8 @@
 from multilinear.encrypted.client import Client
 from multilinear.encrypted.compiler import compile
 from multilinear.encrypted.parameters import SECURE_BITS, Parameters
-from multilinear.encrypted.plan import Plan, plan
+from multilinear.encrypted.plan import Plan
 from multilinear.encrypted.program import Program, Public
 from multilinear.encrypted.server import Server
-from multilinear.encrypted.simulate import simulate
 
-__all__ = ["SECURE_BITS", "Client", "Parameters", "Plan", "Program", "Public", "Server", "compile", "plan", "simulate"]
+__all__ = ["SECURE_BITS", "Client", "Parameters", "Plan", "Program", "Public", "Server", "compile"]

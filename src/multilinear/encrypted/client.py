@@ -56,10 +56,10 @@ class Client:
 
     def save_secret(self, path: str | Path) -> Path:
         """Write the secret key to a new file that only its owner can read."""
-        path = Path(path)
+        path, secret = Path(path), self.secret()
         try:
             path.touch(mode=0o600, exist_ok=False)
-            path.write_bytes(self.secret())
+            path.write_bytes(secret)
         except FileExistsError:
             raise MultilinearError(f"{path} exists; a secret key is never overwritten, choose another name") from None
         except OSError as error:

@@ -14,7 +14,7 @@ from torch import nn
 from multilinear.encrypted.network import Array, Network, Product, flatten, shift
 from multilinear.encrypted.packing import Packing
 from multilinear.encrypted.parameters import PRIME_BITS, SCALE_BITS, Parameters
-from multilinear.encrypted.program import Layer, Program, Public
+from multilinear.encrypted.program import LARGEST_OFFSET, Layer, Program, Public
 from multilinear.errors import MultilinearError
 from multilinear.layers import check_image_size
 from multilinear.models import load
@@ -53,24 +53,28 @@ def compile(
     if isinstance(model, str | Path):
         header = read_header(model)
         preprocessing: dict[str, Any] = header.get("preprocessing") or {}
-        mean, std = mean or preprocessing.get("mean"), std or preprocessing.get("std")
-        labels = labels or header.get("labels")
+        mean = preprocessing.get("mean") if mean is None else mean
+        std = preprocessing.get("std") if std is None else std
+        labels = header.get("labels") if labels is None else labels
         model = load(model)
     network = flatten(model)
+    arrays = [network.head, *(part for layer in network.products for part in (layer.first, layer.second, layer.offset))]
+    if not all(np.isfinite(array).all() for array in arrays):
+        raise MultilinearError("the network's weights are not finite; train it again with a lower optim.lr")
     channels = network.channels
     if images.ndim == 3 and channels == 1:
         images = images[..., None]
-    if images.ndim != 4 or images.dtype != np.uint8 or images.shape[-1] != channels or not len(images):
+    if images.ndim != 4 or images.dtype != np.uint8 or images.shape[-1] != channels or not images.size:
         raise MultilinearError(
             f"calibration images are uint8 (N, H, W, {channels}) and at least one; got {images.dtype} {images.shape}"
         )
     height, width = images.shape[1:3]
     check_image_size(height, width, network.patch)
-    mean, std = (tuple(float(x) for x in (given or [0.5] * channels)) for given in (mean, std))
+    mean, std = (tuple(float(x) for x in ([0.5] * channels if given is None else given)) for given in (mean, std))
     if len(mean) != channels or len(std) != channels or min(std) <= 0:
         raise MultilinearError(f"mean and std need {channels} entries each, std positive; got {mean} and {std}")
     classes = len(network.head)
-    named = tuple(str(i) for i in range(classes)) if labels is None else tuple(labels)
+    named = tuple(str(label) for label in (range(classes) if labels is None else labels))
     if len(named) != classes:
         raise MultilinearError(f"{len(named)} labels for {classes} classes")
     parameters = Parameters.for_depth(len(network.products))
@@ -84,7 +88,8 @@ def compile(
         "00" * 32, parameters, packed, (channels, height, width), network.patch, network.overlap, mean, std, named,
         (1.0,) * classes, 0.0,
     )  # fmt: skip
-    layers, head, units, error = _quantise(network, public.prepare(images), parameters)
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
+        layers, head, units, error = _quantise(network, public.prepare(images), parameters)
     public = dataclasses.replace(public, units=units, error=error)
     program = Program(public, layers, head)
     program = dataclasses.replace(program, public=dataclasses.replace(public, program=program.identity()))
@@ -150,6 +155,7 @@ def _round_product(product: Product, values: _Values, parameters: Parameters, in
     flat = h.reshape(-1, product.rank)
     size = np.maximum(np.sqrt((flat**2).mean(0)), 1e-12)
     widest = [np.maximum(np.abs(matrix * values.units).max(1), 1e-12) for matrix in (product.first, product.second)]
+    widest[0] = np.maximum(widest[0], np.abs(product.offset) * MOST_WEIGHT / LARGEST_OFFSET)  # offsets may be larger
     # rows at f and g times the network's numbers: the product is stored f·g / 2**26 times as large
     shrink = 2.0 ** (PRIME_BITS - SCALE_BITS)
     bits = np.sqrt(TYPICAL / size * shrink * widest[0] * widest[1]).clip(max=MOST_WEIGHT)

@@ -7,7 +7,7 @@
     16        id of the client's keys
     4         images, for images and results
     8         length of the payload
-    32        SHA-256 of the payload
+    32        SHA-256 of everything else
 
 Residues are written in 7 bytes each. A hash is no signature: it finds accidents, and who may talk to whom is a matter
 of the connection (TLS).
@@ -24,8 +24,9 @@ from multilinear.encrypted.program import Public
 from multilinear.encrypted.residues import Residues
 from multilinear.errors import MultilinearError
 
-_HEADER = struct.Struct("<8sHH32s16sIQ32s")
-HEADER_BYTES = _HEADER.size
+_HEADER = struct.Struct("<8sHH32s16sIQ")
+_DIGEST = 32
+HEADER_BYTES = _HEADER.size + _DIGEST
 _MAGIC, _VERSION = b"MULTILIN", 1
 _RESIDUE_BYTES = 7
 KEYS, IMAGES, RESULTS, SECRET = 1, 2, 3, 4
@@ -43,9 +44,15 @@ class Message:
 
 def pack(kind: int, public: Public, keys: bytes, count: int, payload: bytes) -> bytes:
     """Put a header before `payload`."""
-    digest = hashlib.sha256(payload).digest()
     program = bytes.fromhex(public.program)
-    return _HEADER.pack(_MAGIC, _VERSION, kind, program, keys, count, len(payload), digest) + payload
+    header = _HEADER.pack(_MAGIC, _VERSION, kind, program, keys, count, len(payload))
+    return b"".join([header, _digest(header, payload), payload])
+
+
+def _digest(header: bytes, payload: bytes | memoryview) -> bytes:
+    found = hashlib.sha256(header)
+    found.update(payload)
+    return found.digest()
 
 
 def unpack(data: bytes, kind: int, public: Public, keys: bytes | None = None) -> Message:
@@ -53,7 +60,7 @@ def unpack(data: bytes, kind: int, public: Public, keys: bytes | None = None) ->
     wanted = _NAMES[kind]
     if len(data) < HEADER_BYTES:
         raise MultilinearError(f"expected {wanted}, got {len(data)} bytes: the message is truncated")
-    magic, version, found, program, owner, count, length, digest = _HEADER.unpack_from(data)
+    magic, version, found, program, owner, count, length = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise MultilinearError(f"expected {wanted}, but these bytes are no message of this library")
     if version != _VERSION:
@@ -72,7 +79,7 @@ def unpack(data: bytes, kind: int, public: Public, keys: bytes | None = None) ->
         )
     _check_length(kind, public, count, length)
     payload = memoryview(data)[HEADER_BYTES:]
-    if hashlib.sha256(payload).digest() != digest:
+    if _digest(data[: _HEADER.size], payload) != data[_HEADER.size : HEADER_BYTES]:
         raise MultilinearError(f"these {wanted} were altered on the way: the checksum does not match; send them again")
     return Message(owner, count, payload)
 

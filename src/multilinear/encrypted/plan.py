@@ -1,5 +1,6 @@
 """What a program will cost, told beforehand: security, sizes, memory, time and error."""
 
+import hashlib
 import os
 import time
 from collections.abc import Callable
@@ -117,17 +118,29 @@ def expected_seconds(program: Program) -> float:
     parameters, places = public.parameters, public.packing.places
     made = ring(parameters)
     secret = Secret(made)
-    relin, galois = secret.evaluation_keys(public.packing.rotations()[:1])
-    keys = EvaluationKeys(made, relin, galois)
+    rotations = public.packing.rotations()[:1]
+    keys = EvaluationKeys(made, *secret.evaluation_keys(rotations), rotations)
     one = secret.encrypt(np.zeros(parameters.slots))
     switch = _time(lambda: keys.product(one, one, finish=True))
     bare = _time(lambda: keys.product(one, one, finish=False))
-    rotate = _time(lambda: keys.rotate(one, public.packing.rotations()[0])) if galois else 0.0
-    weights = program.layers[-1].first
-    columns = np.zeros((weights.shape[1], COLUMNS), np.uint64)
-    # of one weight and one residue
-    linear = _time(lambda: residues.multiply(weights, columns, made.primes[0])) / (weights.size * COLUMNS)
-    primes, total = parameters.primes, 0.0
+    rotate = _time(lambda: keys.rotate(one, rotations[0])) if rotations else 0.0
+    weights = np.concatenate([program.layers[-1].first, program.layers[-1].second])
+    source = np.ones((weights.shape[1], 2, parameters.degree), np.uint64)
+    found = np.zeros((len(weights), 2, parameters.degree), np.uint64)
+
+    def linear_block() -> None:
+        stacked = np.concatenate([source[:, 0, :COLUMNS]])
+        found[:, 0, :COLUMNS] = residues.multiply(weights, stacked, made.primes[0])
+
+    linear = _time(linear_block) / (weights.size * COLUMNS)  # of one weight and one residue
+    data = messages.write_residues(one)
+
+    def arrival() -> None:
+        hashlib.sha256(data).digest()
+        source[:, :, :1] = messages.read_residues(memoryview(data), one.shape, made.primes, 1)[0, 0, 0]
+
+    primes = parameters.primes
+    total = _time(arrival) * public.inputs * places
     for i, layer in enumerate(program.layers):
         here, last = primes - i, i == len(program.layers) - 1
         share = here * (here + 1) / (primes * (primes + 1))  # transforms of switching keys, pair by pair of primes

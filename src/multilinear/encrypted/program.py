@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,11 @@ from multilinear.encrypted.residues import check_rows
 from multilinear.errors import MultilinearError, check_choice
 from multilinear.files import write_atomically
 
+if TYPE_CHECKING:
+    from multilinear.encrypted.plan import Plan
+
 FORMAT_VERSION = 1
+LARGEST_OFFSET = 2**20
 MOST_HEADER = 1_000_000  # bytes; a real one has some thousands
 Array = NDArray[np.float64]
 
@@ -76,7 +80,8 @@ class Public:
             patch, overlap = int(values["patch"]), int(values["overlap"])
             sizes = (high, wide, channels, height, width, patch)
             if (
-                min(sizes) < 1
+                overlap % 2
+                or min(sizes) < 1
                 or max(*sizes, overlap) > 1024
                 or overlap < 0
                 or (high * patch, wide * patch) != (height, width)
@@ -94,16 +99,19 @@ class Public:
                 or not np.isfinite([*mean, *std, *units]).all()
             ):
                 raise ValueError("preprocessing or labels do not fit")
+            error = float(values["error"])
+            if not 0 <= error < 1e6 or max(map(abs, mean)) > 1e3 or not 1e-6 <= min(std) <= max(std) <= 1e3:
+                raise ValueError("preprocessing or error out of range")
             program = str(values["program"])
             if len(bytes.fromhex(program)) != 32:
                 raise ValueError("the id is no hash")
             return cls(
                 program, parameters, packing, (channels, height, width), patch, overlap, mean, std, labels, units,
-                float(values["error"]),
+                error,
             )  # fmt: skip
         except MultilinearError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise MultilinearError(f"damaged program header ({error}); compile it again") from error
 
     def save(self, path: str | Path) -> Path:
@@ -120,7 +128,7 @@ class Public:
             if path.stat().st_size > MOST_HEADER:
                 raise MultilinearError(f"{path} is too large for a client's file")
             values = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             if isinstance(error, MultilinearError):
                 raise
             raise MultilinearError(f"{path} is not a readable client file: {error}") from error
@@ -157,6 +165,18 @@ class Program:
     layers: tuple[Layer, ...]
     head: Array  # (classes, inputs), whole numbers
 
+    def plan(self) -> "Plan":
+        """What a run will take: security, sizes, memory, time and error. Times a few operations here."""
+        from multilinear.encrypted.plan import plan
+
+        return plan(self)
+
+    def simulate(self, images: NDArray[np.uint8]) -> Array:
+        """Logits of the program in whole numbers without encryption, which an encrypted run gives up to its noise."""
+        from multilinear.encrypted.simulate import simulate
+
+        return simulate(self, images)
+
     def save(self, path: str | Path) -> Path:
         """Write the server's file: safetensors with 16-bit weights and a JSON header."""
         tensors: dict[str, NDArray[Any]] = {"head": self.head.astype(np.int16)}
@@ -181,7 +201,7 @@ class Program:
                 if text is None:
                     raise MultilinearError(f"{path} holds no program; `multilinear encrypt compile` makes one")
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, TypeError) as error:
             raise MultilinearError(f"{path} is not a readable program: {error}") from error
         try:
             header = json.loads(text)
@@ -204,7 +224,7 @@ class Program:
             program.check()
         except MultilinearError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise MultilinearError(f"{path} is a damaged program ({error!r}); compile it again") from error
         return program
 
@@ -216,6 +236,9 @@ class Program:
         for layer in self.layers:
             if layer.first.shape != (layer.rank, width) or layer.second.shape != (layer.rank, width):
                 raise MultilinearError("damaged program: the layers' sizes do not follow from each other")
+            offset = layer.offset
+            if not (np.abs(offset) <= LARGEST_OFFSET).all() or not (offset == np.rint(offset)).all():
+                raise MultilinearError("damaged program: offsets that are no whole numbers or too large")
             check_rows(layer.first)
             check_rows(layer.second)
             width += layer.rank

@@ -23,13 +23,13 @@ _ROWS = 32  # at a time, so that they stay in the processor's cache
 def check_rows(weights: Array) -> None:
     """Raise unless products with these whole-numbered weights are exact."""
     if np.abs(weights).sum(1).max(initial=0) > LARGEST_ROW or not (weights == np.rint(weights)).all():
-        raise MultilinearError("weights are too large for exact products on residues")
+        raise MultilinearError("weights that are no whole numbers, or too large for exact products on residues")
 
 
 def multiply(weights: Array, residues: Residues, prime: int) -> Residues:
-    """`weights @ residues` modulo `prime`, for whole-numbered weights (out, in) and residues (in, columns).
+    """`weights @ residues` modulo a `prime` of 54 bits, for whole-numbered weights (out, in), residues (in, columns).
 
-    >>> multiply(np.array([[2.0, -1.0]]), np.array([[3], [4]], dtype=np.uint64), 97)
+    >>> multiply(np.array([[2.0, -1.0]]), np.array([[3], [4]], dtype=np.uint64), 2**54 - 33)
     array([[2]], dtype=uint64)
     """
     low = weights @ (residues & _MASK).astype(np.float64)

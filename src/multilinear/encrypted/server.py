@@ -27,7 +27,7 @@ class Server:
         if not 0 < split <= len(message.payload) - 8 or bool(galois) != bool(public.packing.rotations()):
             raise MultilinearError("these evaluation keys are damaged; make them again with keygen")
         self.client = message.keys
-        self.keys = EvaluationKeys(ring(public.parameters), relin, galois)
+        self.keys = EvaluationKeys(ring(public.parameters), relin, galois, public.packing.rotations())
         self._engine: Engine | None = None
 
     def run(self, data: bytes, progress: Progress | None = None) -> bytes:
@@ -43,6 +43,8 @@ class Server:
         with self._engine as engine:
             for start in range(0, len(message.payload), size):
                 fresh = messages.read_residues(message.payload[start : start + size], shape, primes, 3)
+                if not fresh[:, :, 1].any((2, 3)).all():
+                    raise MultilinearError("the message holds images that are not encrypted; use Client.encrypt")
                 engine.sources[0][:] = np.moveaxis(fresh, 3, 0)
                 answers.append(messages.write_residues(engine.run(progress)))
         return messages.pack(messages.RESULTS, public, self.client, message.count, b"".join(answers))

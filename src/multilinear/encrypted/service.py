@@ -7,6 +7,7 @@
 Plain HTTP, one request at a time: put TLS and whoever may call in front of it.
 """
 
+import hashlib
 import json
 import logging
 from collections import OrderedDict
@@ -31,7 +32,7 @@ class Service:
     def __init__(self, program: Program, processes: int | None = None) -> None:
         program.check()
         self.program, self.processes = program, processes
-        self.clients: OrderedDict[bytes, Server] = OrderedDict()
+        self.clients: OrderedDict[bytes, tuple[bytes, Server]] = OrderedDict()  # the keys' hash, by their id
 
     def limit(self, path: str) -> int:
         """The longest body that a request to `path` may have."""
@@ -50,8 +51,10 @@ class Service:
                     {"format": "multilinear-client", "version": 1, **self.program.public.as_dict()}
                 ).encode()
             if path == "/keys":
-                server = Server(self.program, body, self.processes)
-                self.clients[server.client] = server
+                server, digest = Server(self.program, body, self.processes), hashlib.sha256(body).digest()
+                if self.clients.get(server.client, (digest,))[0] != digest:
+                    raise MultilinearError("other keys with this id are here already; make new ones with keygen")
+                self.clients[server.client] = digest, server
                 while len(self.clients) > MOST_CLIENTS:
                     self.clients.popitem(last=False)
                 return 200, server.client.hex().encode()
@@ -61,7 +64,7 @@ class Service:
                 if found is None:
                     raise MultilinearError(f"no evaluation keys {owner.hex()[:8]} here; send them to /keys first")
                 self.clients.move_to_end(owner)
-                return 200, found.run(body)
+                return 200, found[1].run(body)
         except MultilinearError as error:
             return 400, str(error).encode()
         return 404, b"there are /program, /keys and /run"

@@ -17,7 +17,7 @@ def simulate(program: Program, images: NDArray[np.uint8], chunk: int = 256) -> A
     Values are whole numbers at a scale of 2**28, weights are whole numbers, and a product is divided by 2**54 and
     rounded. The encrypted result differs from it by the encryption's noise alone.
     """
-    parts = [_logits(program, images[i : i + chunk])[1] for i in range(0, len(images), chunk)]
+    parts = [_logits(program, images[i : i + chunk])[1] for i in range(0, max(1, len(images)), chunk)]
     logits: Array = np.concatenate(parts).mean((1, 2))
     return logits
 

@@ -34,7 +34,8 @@ def layer_errors(
     clear, _ = flatten(model).forward(tokens)
     made = ring(public.parameters)
     secret = Secret(made)
-    keys = EvaluationKeys(made, *secret.evaluation_keys(packing.rotations()))
+    rotations = packing.rotations()
+    keys = EvaluationKeys(made, *secret.evaluation_keys(rotations), rotations)
     with Engine(program, keys, usable_processes(processes)) as engine:
         for place, channels in enumerate(packing.pack(tokens)):
             for channel, slots in enumerate(channels):
