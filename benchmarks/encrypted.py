@@ -86,6 +86,7 @@ def measure(
         "packing": packing,
         "ring": planned.ring,
         "bits": planned.modulus_bits,
+        "scale_bits": program.public.parameters.scale_bits,
         "accuracy_encrypted": float((logits.argmax(1) == labels).mean()),
         "accuracy_clear": float((clear.argmax(1) == labels).mean()),
         "agreement": float((logits.argmax(1) == clear.argmax(1)).mean()),
@@ -101,6 +102,7 @@ def measure(
         "memory_gb_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
     }
     if layers:
+        del server, message, answer  # a second evaluation needs their memory
         errors = layer_errors(program, load(weights), images, processes)
         row["layer_errors"] = [{"predicted": one.predicted, "measured": one.measured} for one in errors]
     return row

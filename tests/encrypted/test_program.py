@@ -41,8 +41,9 @@ def edit_program(path, tensors=(), **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parameters": {"degree": 8192, "depth": 3}}, "beyond 128-bit security"),
-        ({"parameters": {"degree": 1024, "depth": 2}}, "ring size 1024 is not one of"),
+        ({"parameters": {"degree": 8192, "depth": 2, "scale_bits": 60}}, "a scale of 60 bits is not one of"),
+        ({"parameters": {"degree": 8192, "depth": 3, "scale_bits": 24}}, "beyond 128-bit security"),
+        ({"parameters": {"degree": 1024, "depth": 2, "scale_bits": 24}}, "ring size 1024 is not one of"),
         ({"parameters": {"degree": 8192}}, "damaged program header"),
         ({"parameters": None}, "damaged program header"),
         ({"grid": [3, 2]}, "sizes do not fit together"),

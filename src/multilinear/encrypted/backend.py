@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multilinear.encrypted import residues as exact
-from multilinear.encrypted.parameters import PRIME_BITS, SCALE_BITS, Parameters
+from multilinear.encrypted.parameters import PRIME_BITS, Parameters
 from multilinear.encrypted.residues import Residues
 from multilinear.errors import MultilinearError
 
 Array = NDArray[np.float64]
-SCALE = 2.0**SCALE_BITS
 
 
 def _seal() -> Any:
@@ -45,7 +44,7 @@ class Ring:
     def __init__(self, parameters: Parameters) -> None:
         parameters.check()
         seal = _seal()
-        self.parameters, self.seal = parameters, seal
+        self.parameters, self.seal, self.scale = parameters, seal, parameters.scale
         wanted = seal.EncryptionParameters(seal.scheme_type.ckks)
         wanted.set_poly_modulus_degree(parameters.degree)
         chain = seal.CoeffModulus.Create(parameters.degree, [PRIME_BITS] * (parameters.depth + 2))
@@ -62,7 +61,7 @@ class Ring:
 
     def encode(self, values: Array) -> Residues:
         """Residues (primes, degree) of a plaintext with these slots, at the scale."""
-        data = self.encoder.encode(np.ascontiguousarray(values, np.float64), SCALE).to_bytes()
+        data = self.encoder.encode(np.ascontiguousarray(values, np.float64), self.scale).to_bytes()
         count = len(self.primes) * self.parameters.degree
         return np.frombuffer(data[len(data) - 8 * count :], np.uint64).reshape(len(self.primes), -1)
 
@@ -70,7 +69,7 @@ class Ring:
         """The slots of a plaintext (primes, degree) in units of the scale."""
         plain = self.seal.Plaintext()
         plain.load_bytes(self.context, self._plain_headers[len(residues)] + np.ascontiguousarray(residues).tobytes())
-        plain.scale(SCALE)
+        plain.scale(self.scale)
         return np.asarray(self.encoder.decode(plain), np.float64)
 
     def residues(self, ciphertext: Any) -> Residues:
@@ -96,8 +95,8 @@ class Ring:
         encryptor = seal.Encryptor(self.context, generator.secret_key())
         decryptor = seal.Decryptor(self.context, generator.secret_key())
         values = np.random.default_rng(0).uniform(-1, 1, (2, slots))
-        pair = [encryptor.encrypt_symmetric(self.encoder.encode(row, SCALE)) for row in values]
-        number = self.encoder.encode(values[0], SCALE)
+        pair = [encryptor.encrypt_symmetric(self.encoder.encode(row, self.scale)) for row in values]
+        number = self.encoder.encode(values[0], self.scale)
         for primes in range(len(self.primes), 0, -1):
             data = number.to_bytes()
             self._plain_headers[primes] = data[: len(data) - 8 * primes * self.parameters.degree]
@@ -164,14 +163,14 @@ class Secret:
 
     def encrypt(self, values: Array) -> Residues:
         """Fresh residues (2, primes, degree) of these slots."""
-        plain = self.ring.encoder.encode(np.ascontiguousarray(values), SCALE)
+        plain = self.ring.encoder.encode(np.ascontiguousarray(values), self.ring.scale)
         return self.ring.residues(self.encryptor.encrypt_symmetric(plain))
 
     def decrypt(self, residues: Residues) -> Array:
         """The slots of a ciphertext in units of the scale."""
         plain = self.ring.seal.Plaintext()
         self.decryptor.decrypt(self.ring.ciphertext(residues), plain)
-        plain.scale(SCALE)  # the header's own is that of the self-test
+        plain.scale(self.ring.scale)  # the header's own is that of the self-test
         return np.asarray(self.ring.encoder.decode(plain), np.float64)
 
 
@@ -223,7 +222,7 @@ class EvaluationKeys:
             return ring.residues(made)
 
         def constant() -> Residues:
-            values = ring.decode(first[0]) * ring.decode(second[0]) * SCALE
+            values = ring.decode(first[0]) * ring.decode(second[0]) * ring.scale
             if finish:
                 return self._constant(values / ring.primes[primes - 1], (2, primes - 1, degree))
             return self._constant(values, (3, primes, degree))

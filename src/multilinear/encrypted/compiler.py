@@ -13,7 +13,7 @@ from torch import nn
 
 from multilinear.encrypted.network import Array, Network, Product, flatten, shift
 from multilinear.encrypted.packing import Packing
-from multilinear.encrypted.parameters import PRIME_BITS, SCALE_BITS, Parameters
+from multilinear.encrypted.parameters import PRIME_BITS, SCALES, Parameters
 from multilinear.encrypted.program import LARGEST_OFFSET, Layer, Program, Public
 from multilinear.errors import MultilinearError
 from multilinear.layers import check_image_size
@@ -21,9 +21,9 @@ from multilinear.models import load
 from multilinear.models.weights import read_header
 
 # Products are stored at this root mean square. Larger leaves more bits to the weights that make a product, smaller to
-# those that it meets next; the errors on MNIST and CIFAR-10 are smallest here, within a factor of two on each side.
-TYPICAL = 2.0**-1
-MOST_WEIGHT = 2**14 - 1
+# those that it meets next; of 1/4, 1/2, 1 and 4 this gave the smallest errors.
+TYPICAL = 1.0
+MOST_WEIGHT = 2**15 - 1  # 16 bits with the sign
 SPARE_BITS = 8  # between the largest product seen in calibration and what the modulus holds
 NOISE = 3.2  # standard deviation of fresh encryption noise
 
@@ -48,7 +48,7 @@ def compile(
     >>> net = create("monet_private_1", in_chans=1)
     >>> program = compile(net, np.zeros((4, 28, 28, 1), np.uint8), mean=[0.5], std=[0.5])
     >>> program.public.parameters
-    Parameters(degree=8192, depth=2)
+    Parameters(degree=8192, depth=2, scale_bits=22)
     """
     if isinstance(model, str | Path):
         header = read_header(model)
@@ -89,8 +89,8 @@ def compile(
         (1.0,) * classes, 0.0,
     )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
-        layers, head, units, error = _quantise(network, public.prepare(images), parameters)
-    public = dataclasses.replace(public, units=units, error=error)
+        parameters, layers, head, units, error = _best_scale(network, public.prepare(images), parameters)
+    public = dataclasses.replace(public, parameters=parameters, units=units, error=error)
     program = Program(public, layers, head)
     program = dataclasses.replace(program, public=dataclasses.replace(public, program=program.identity()))
     program.check()
@@ -123,12 +123,29 @@ class _Values:
         return np.rint(matrix * self.units * factor[:, None])
 
 
-def _quantise(
-    network: Network, patches: Array, parameters: Parameters
-) -> tuple[tuple[Layer, ...], Array, tuple[float, ...], float]:
+Rounded = tuple[tuple[Layer, ...], Array, tuple[float, ...], float]
+
+
+def _best_scale(network: Network, patches: Array, parameters: Parameters) -> tuple[Parameters, *Rounded]:
+    """Round at every scale and keep the one with the smallest predicted error."""
+    found: list[tuple[Parameters, *Rounded]] = []
+    refusal: MultilinearError | None = None
+    for bits in SCALES:
+        tried = dataclasses.replace(parameters, scale_bits=bits)
+        try:
+            found.append((tried, *_quantise(network, patches, tried)))
+        except MultilinearError as error:
+            refusal = refusal or error
+    if not found:
+        assert refusal is not None
+        raise refusal
+    return min(found, key=lambda one: one[-1])
+
+
+def _quantise(network: Network, patches: Array, parameters: Parameters) -> Rounded:
     constant = np.ones((*patches.shape[:-1], 1))
     inputs = patches.shape[-1]
-    fresh = parameters.slots * NOISE**2 / 4.0**SCALE_BITS
+    fresh = parameters.slots * NOISE**2 / parameters.scale**2
     variance = np.zeros((2, 1 + inputs))
     variance[1, 1:] = fresh
     values = _Values(np.concatenate([constant, patches], -1), np.ones(1 + inputs), variance)
@@ -137,7 +154,7 @@ def _quantise(
         layer, h, spread = _round_product(product, values, parameters, i)
         layers.append(layer)
         values.append(h, layer.units, spread)
-    head, units, error = _round_head(network.head, values)
+    head, units, error = _round_head(network.head, values, parameters)
     return tuple(layers), head, units, error
 
 
@@ -156,13 +173,13 @@ def _round_product(product: Product, values: _Values, parameters: Parameters, in
     size = np.maximum(np.sqrt((flat**2).mean(0)), 1e-12)
     widest = [np.maximum(np.abs(matrix * values.units).max(1), 1e-12) for matrix in (product.first, product.second)]
     widest[0] = np.maximum(widest[0], np.abs(product.offset) * MOST_WEIGHT / LARGEST_OFFSET)  # offsets may be larger
-    # rows at f and g times the network's numbers: the product is stored f·g / 2**26 times as large
-    shrink = 2.0 ** (PRIME_BITS - SCALE_BITS)
+    # rows at f and g times the network's numbers: the product is stored f·g·scale / 2**54 times as large
+    shrink = 2.0**PRIME_BITS / parameters.scale
     bits = np.sqrt(TYPICAL / size * shrink * widest[0] * widest[1]).clip(max=MOST_WEIGHT)
     f, g = bits / widest[0], bits / widest[1]
     rows, others = values.rounded(product.first, f), values.rounded(product.second, g)
     units = shrink / (f * g)
-    most = np.abs(first * f * 2.0**SCALE_BITS).max() * np.abs(second * g * 2.0**SCALE_BITS).max()
+    most = np.abs(first * f).max() * np.abs(second * g).max() * parameters.scale**2
     room = PRIME_BITS * (parameters.depth + 1 - index) - 1 - math.log2(max(most, 1.0))
     if room < SPARE_BITS:
         raise MultilinearError(
@@ -184,13 +201,13 @@ def _round_product(product: Product, values: _Values, parameters: Parameters, in
 
 def rescale_variance(parameters: Parameters) -> float:
     """Variance in a slot of rounding when a prime is dropped: both parts round, the second meets a ternary secret."""
-    return parameters.slots * (1 + 2 * parameters.degree / 3) / 12 / 4.0**SCALE_BITS
+    return parameters.slots * (1 + 2 * parameters.degree / 3) / 12 / parameters.scale**2
 
 
-def _round_head(head: Array, values: _Values) -> tuple[Array, tuple[float, ...], float]:
+def _round_head(head: Array, values: _Values, parameters: Parameters) -> tuple[Array, tuple[float, ...], float]:
     widest = np.maximum(np.abs(head * values.units).max(1), 1e-12)
     logits = np.abs((values.v * values.units) @ head.T).reshape(-1, len(head)).max(0)
-    room = 2.0 ** (PRIME_BITS - 2 - SCALE_BITS - SPARE_BITS)  # one prime is left at the end
+    room = 2.0 ** (PRIME_BITS - 2 - SPARE_BITS) / parameters.scale  # one prime is left at the end
     factor = np.minimum(MOST_WEIGHT / widest, room / np.maximum(logits, 1e-12))
     rounded = values.rounded(head, factor)
     tokens = values.v.shape[1] * values.v.shape[2]

@@ -7,8 +7,8 @@ from multilinear.errors import MultilinearError
 # Most bits of all primes together for 128-bit security with a ternary secret (classical attacks):
 # Albrecht et al., Homomorphic Encryption Security Standard, 2018, table 1.
 SECURE_BITS = {4096: 109, 8192: 218, 16384: 438, 32768: 881}
-PRIME_BITS = 54  # = SCALE_BITS + two weights of 13 bits, so that a product of two rows is back at the scale
-SCALE_BITS = 28
+PRIME_BITS = 54  # = scale + two weights of 13 to 16 bits, so that a product of two rows is back at the scale
+SCALES = (22, 24, 26, 28)  # bits: less, and the noise weighs more; more, and less is left for the weights
 HALF_BITS = 27  # a residue is two halves, each exact in a float64 product of up to 2**26 in weights
 
 
@@ -17,11 +17,12 @@ class Parameters:
     """A ring and its chain: one prime below, one for each product, and one for switching keys.
 
     >>> Parameters.for_depth(6)
-    Parameters(degree=16384, depth=6)
+    Parameters(degree=16384, depth=6, scale_bits=24)
     """
 
     degree: int  # N: ciphertexts are pairs of polynomials of this degree, with N / 2 slots
     depth: int  # products one after the other
+    scale_bits: int = 24  # numbers are stored times two to this
 
     @classmethod
     def for_depth(cls, depth: int) -> "Parameters":
@@ -47,6 +48,10 @@ class Parameters:
         return PRIME_BITS * (self.depth + 2)
 
     @property
+    def scale(self) -> float:
+        return 2.0**self.scale_bits
+
+    @property
     def slots(self) -> int:
         return self.degree // 2
 
@@ -55,6 +60,8 @@ class Parameters:
         most = SECURE_BITS.get(self.degree)
         if most is None:
             raise MultilinearError(f"ring size {self.degree} is not one of {', '.join(map(str, SECURE_BITS))}")
+        if self.scale_bits not in SCALES:
+            raise MultilinearError(f"a scale of {self.scale_bits} bits is not one of {', '.join(map(str, SCALES))}")
         if self.depth < 1 or self.bits > most:
             raise MultilinearError(
                 f"{self.bits} bits of modulus at ring size {self.degree} are beyond 128-bit security, which allows "

@@ -73,7 +73,7 @@ class Public:
     def from_dict(cls, values: dict[str, Any]) -> "Public":
         """Rebuild from a file's header, checking all that is used; in particular the security."""
         try:
-            parameters = Parameters(int(values["parameters"]["degree"]), int(values["parameters"]["depth"]))
+            parameters = Parameters(*(int(values["parameters"][name]) for name in ("degree", "depth", "scale_bits")))
             parameters.check()
             high, wide = (int(side) for side in values["grid"])
             channels, height, width = (int(side) for side in values["image"])
@@ -141,7 +141,7 @@ class Public:
 
 @dataclass(frozen=True)
 class Layer:
-    """One product in whole numbers: `(shift(first·v) + offset) ∘ (second·v) / 2**26`."""
+    """One product in whole numbers: `(shift(first·v) + offset) ∘ (second·v) · scale / 2**54`."""
 
     first: Array  # (rank, inputs), whole numbers
     second: Array

@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multilinear.encrypted.network import Array, shift
-from multilinear.encrypted.parameters import PRIME_BITS, SCALE_BITS
+from multilinear.encrypted.parameters import PRIME_BITS
 from multilinear.encrypted.program import Program
 
 Whole = NDArray[np.int64]
@@ -14,7 +14,7 @@ _LOW_BITS = 20
 def simulate(program: Program, images: NDArray[np.uint8], chunk: int = 256) -> Array:
     """Logits (N, classes) of the program's integer twin.
 
-    Values are whole numbers at a scale of 2**28, weights are whole numbers, and a product is divided by 2**54 and
+    Values are whole numbers at the program's scale, weights are whole numbers, and a product is divided by 2**54 and
     rounded. The encrypted result differs from it by the encryption's noise alone.
     """
     parts = [_logits(program, images[i : i + chunk])[1] for i in range(0, max(1, len(images)), chunk)]
@@ -24,15 +24,16 @@ def simulate(program: Program, images: NDArray[np.uint8], chunk: int = 256) -> A
 
 def products(program: Program, images: NDArray[np.uint8]) -> list[Array]:
     """Every layer's products (N, high, wide, rank) in stored units."""
-    return [h / 2.0**SCALE_BITS for h in _logits(program, images)[0]]
+    return [h / program.public.parameters.scale for h in _logits(program, images)[0]]
 
 
 def _logits(program: Program, images: NDArray[np.uint8]) -> tuple[list[Whole], Array]:
     patches = program.public.prepare(images)
     v = np.concatenate([np.ones((*patches.shape[:-1], 1)), patches], -1)
-    whole: Whole = np.rint(v * 2.0**SCALE_BITS).astype(np.int64)
+    scale = program.public.parameters.scale
+    whole: Whole = np.rint(v * scale).astype(np.int64)
     found = []
-    one = np.int64(2**SCALE_BITS)
+    one = np.int64(scale)
     for layer in program.layers:
         first = _exact(whole, layer.first)
         if layer.shifts:
@@ -42,7 +43,7 @@ def _logits(program: Program, images: NDArray[np.uint8]) -> tuple[list[Whole], A
         h = np.rint(first.astype(np.float64) * second.astype(np.float64) / 2.0**PRIME_BITS).astype(np.int64)
         found.append(h)
         whole = np.concatenate([whole, h], -1)
-    logits = _exact(whole, program.head).astype(np.float64) / 2.0**SCALE_BITS
+    logits = _exact(whole, program.head).astype(np.float64) / scale
     return found, logits * np.array(program.public.units)
 
 

@@ -13,6 +13,7 @@ from multilinear.encrypted.backend import EvaluationKeys, Secret, ring
 from multilinear.encrypted.engine import Engine, usable_processes
 from multilinear.encrypted.network import flatten
 from multilinear.encrypted.parameters import PRIME_BITS
+from multilinear.encrypted.plan import check_memory
 from multilinear.encrypted.program import Program
 
 
@@ -28,6 +29,7 @@ def layer_errors(
     program: Program, model: nn.Module, images: NDArray[np.uint8], processes: int | None = None
 ) -> list[LayerError]:
     """Run up to one batch encrypted and compare every product with the network in the clear."""
+    check_memory(program)
     public = program.public
     packing = public.packing
     tokens = public.prepare(images[: packing.images])
