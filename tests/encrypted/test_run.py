@@ -1,11 +1,13 @@
 import dataclasses
 import importlib
+import os
+import signal
 
 import numpy as np
 import pytest
 import torch
 
-from multilinear.encrypted import Client, Program, Public, Server, compile
+from multilinear.encrypted import Client, Program, Public, Server, compile, engine
 from multilinear.encrypted.messages import HEADER_BYTES
 from multilinear.encrypted.trace import layer_errors
 from multilinear.errors import MultilinearError
@@ -189,3 +191,13 @@ def test_a_client_without_keys_says_so(small):
         Client(small.public).encrypt(small.images[:1])
     with pytest.raises(MultilinearError, match="at least 1"):
         Server(small.program, small.keys, processes=0)
+
+
+def test_a_killed_process_is_told_and_the_server_goes_on(small, monkeypatch):
+    server = Server(small.program, small.keys, processes=2)
+    message = small.client.encrypt(small.images)
+    with monkeypatch.context() as patch:
+        patch.setitem(engine._WORK, "_product", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(MultilinearError, match="was killed"):
+            server.run(message)
+    assert np.allclose(small.client.decrypt(server.run(message)), small.logits, atol=0.01)

@@ -7,8 +7,9 @@ import mmap
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from itertools import product
-from typing import Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -53,7 +54,7 @@ class Engine:
         sizes = [(primes - i) * len(rows) * 2 for i, rows in enumerate(self.maps)]
         self.pair = shared((max(sizes) * places * self.degree,))
         self.processes = processes
-        self.pool: Any = None
+        self.pool: ProcessPoolExecutor | None = None
 
     @staticmethod
     def memory(program: Program) -> int:
@@ -69,15 +70,15 @@ class Engine:
         global _CURRENT
         if self.processes > 1:
             _CURRENT = self
-            self.pool = multiprocessing.get_context("fork").Pool(self.processes, _one_thread)
+            fork = multiprocessing.get_context("fork")
+            self.pool = ProcessPoolExecutor(self.processes, fork, _one_thread)
         return self
 
     def __exit__(self, *_: object) -> None:
         global _CURRENT
         _CURRENT = None
         if self.pool is not None:
-            self.pool.close()
-            self.pool.join()
+            self.pool.shutdown(cancel_futures=True)
             self.pool = None
 
     @staticmethod
@@ -119,7 +120,10 @@ class Engine:
                 yield
             return
         names = [(work.__name__, task) for task in tasks]
-        yield from self.pool.imap_unordered(_run_task, names, chunksize=max(1, len(tasks) // (16 * self.processes)))
+        try:
+            yield from self.pool.map(_run_task, names, chunksize=max(1, len(tasks) // (16 * self.processes)))
+        except BrokenProcessPool:
+            raise MultilinearError("a process of the evaluation was killed, perhaps for want of memory") from None
 
     def linear(self, task: Task) -> None:
         """One block of columns of one linear map, modulo one prime."""
