@@ -92,7 +92,7 @@ class Engine:
     def run(self, progress: Progress | None = None) -> Residues:
         """Evaluate what is in `sources[0]`; returns (places, classes, 3, 1, degree)."""
         for i in range(len(self.maps)):
-            for work, tasks in ((_linear, self._linear_tasks(i)), (_product, self._product_tasks(i))):
+            for work, tasks in ((_linear, self.linear_tasks(i)), (_product, self.product_tasks(i))):
                 for _ in self._each(work, tasks):
                     if progress:
                         progress(1)
@@ -104,12 +104,14 @@ class Engine:
         shape = primes, self.packing.places, len(self.maps[index]), 2, self.degree
         return self.pair[: int(np.prod(shape))].reshape(shape)
 
-    def _linear_tasks(self, index: int) -> list[Task]:
+    def linear_tasks(self, index: int) -> list[Task]:
+        """What layer `index` takes before its products."""
         primes, places, _, parts, _ = self.view(index).shape
         sizes = range(primes), range(places), range(parts), range(0, self.degree, COLUMNS)
         return [(index, *rest) for rest in product(*sizes)]
 
-    def _product_tasks(self, index: int) -> list[Task]:
+    def product_tasks(self, index: int) -> list[Task]:
+        """The products of layer `index`."""
         rank = self.program.layers[index].rank
         return [(index, place, channel) for place in range(self.packing.places) for channel in range(rank)]
 

@@ -5,14 +5,15 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from multilinear.encrypted import messages, residues
+from multilinear.encrypted import messages
 from multilinear.encrypted.backend import EvaluationKeys, Secret, ring
-from multilinear.encrypted.engine import COLUMNS, Engine
+from multilinear.encrypted.engine import Engine
 from multilinear.encrypted.parameters import SECURE_BITS
 from multilinear.encrypted.program import Program
 from multilinear.errors import MultilinearError
@@ -113,44 +114,31 @@ def check_memory(program: Program) -> None:
 
 
 def expected_seconds(program: Program) -> float:
-    """Seconds of one core for one batch, from a few operations timed here."""
+    """Seconds of one core for one batch: of each kind of task in each layer one is timed here."""
     public = program.public
-    parameters, places = public.parameters, public.packing.places
-    made = ring(parameters)
+    made = ring(public.parameters)
     secret = Secret(made)
     rotations = public.packing.rotations()[:1]
     keys = EvaluationKeys(made, *secret.evaluation_keys(rotations), rotations)
-    one = secret.encrypt(np.zeros(parameters.slots))
-    switch = _time(lambda: keys.product(one, one, finish=True))
-    bare = _time(lambda: keys.product(one, one, finish=False))
-    rotate = _time(lambda: keys.rotate(one, rotations[0])) if rotations else 0.0
-    weights = np.concatenate([program.layers[-1].first, program.layers[-1].second])
-    source = np.ones((weights.shape[1], 2, parameters.degree), np.uint64)
-    found = np.zeros((len(weights), 2, parameters.degree), np.uint64)
-
-    def linear_block() -> None:
-        stacked = np.concatenate([source[:, 0, :COLUMNS]])
-        found[:, 0, :COLUMNS] = residues.multiply(weights, stacked, made.primes[0])
-
-    linear = _time(linear_block) / (weights.size * COLUMNS)  # of one weight and one residue
+    engine = Engine(program, keys, processes=1)  # its memory is only taken where it is touched
+    one = secret.encrypt(np.zeros(public.parameters.slots)).transpose(1, 0, 2)
     data = messages.write_residues(one)
 
     def arrival() -> None:
         hashlib.sha256(data).digest()
-        source[:, :, :1] = messages.read_residues(memoryview(data), one.shape, made.primes, 1)[0, 0, 0]
+        engine.sources[0][:, 0, 0] = messages.read_residues(memoryview(data), one.shape, made.primes, 0)
 
-    primes = parameters.primes
-    total = _time(arrival) * public.inputs * places
+    total = _time(arrival) * public.inputs * public.packing.places
     for i, layer in enumerate(program.layers):
-        here, last = primes - i, i == len(program.layers) - 1
-        share = here * (here + 1) / (primes * (primes + 1))  # transforms of switching keys, pair by pair of primes
-        total += linear * 2 * layer.first.size * 2 * parameters.degree * here * places
-        total += layer.rank * places * (bare * here / primes if last else switch * share)
-        total += layer.rank * places * rotate * share if layer.shifts else 0.0
+        pair = engine.view(i)
+        for channel in (0, layer.rank):
+            pair[:, 0, channel] = one[: len(pair)]
+        for work, tasks in ((engine.linear, engine.linear_tasks(i)), (engine.product, engine.product_tasks(i))):
+            total += len(tasks) * _time(partial(work, tasks[0]))
     return total
 
 
-def _time(work: Callable[[], object], repeats: int = 3) -> float:
+def _time(work: Callable[[], object], repeats: int = 2) -> float:
     work()
     times = []
     for _ in range(repeats):
