@@ -127,7 +127,7 @@ def test_another_key_reads_noise_and_says_so(parts, pictures, kind):
     forged = messages.pack(messages.RESULTS, made.public, other.keys, 2, payload)
     with pytest.raises(MultilinearError, match="the decrypted result is noise: it was made with other keys"):
         other.decrypt(forged)
-    assert np.abs(made.client.decrypt(answer) - made.logits[:2]).max() < 5 * made.public.error
+    assert np.abs(made.client.decrypt(answer) - made.logits[:2]).max() < 20 * made.public.error
 
 
 def test_an_altered_answer_reads_as_noise_though_its_checksum_fits(small, answered):

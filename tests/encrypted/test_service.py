@@ -60,7 +60,7 @@ def still_well(small, http_service):
     assert (status, owner.decode()) == (200, client.keys.hex())
     status, answer = ask(http_service, "/run", client.encrypt(small.images[:2]))
     assert status == 200
-    assert np.abs(client.decrypt(answer) - small.logits[:2]).max() < 5 * small.public.error
+    assert np.abs(client.decrypt(answer) - small.logits[:2]).max() < 20 * small.public.error
 
 
 def test_a_client_is_served(still_well):
