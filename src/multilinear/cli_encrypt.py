@@ -39,7 +39,8 @@ def compile(
     weights: Positional[Annotated[Path, arg(metavar="WEIGHTS", help="A trained polynomial network, .safetensors.")]],
     images: Images,
     out: Annotated[Path, arg(metavar="NAME", help="Writes NAME.program and NAME.client.json.")] = Path("network"),
-    packing: Annotated[str, arg(help="tokens, or images for thousands at a time.")] = "tokens",
+    packing: Annotated[str, arg(help="tokens, images, or auto: by the images that come at a time.")] = "auto",
+    at_a_time: Annotated[int, arg(help="Images that will come in one message.")] = 1,
     split: SplitName = "train",
     count: Count = 512,
 ) -> None:
@@ -51,7 +52,7 @@ def compile(
     side = (header.get("preprocessing") or {}).get("input_size")
     size = None if side is None else (int(side[1]), int(side[2]))
     pixels = read_images(images, int(header["arguments"]["in_chans"]), size, split, count)
-    program = encrypted.compile(weights, pixels, packing=packing)
+    program = encrypted.compile(weights, pixels, packing=packing, at_a_time=at_a_time)
     program_file, client_file = out.with_name(out.name + ".program"), out.with_name(out.name + ".client.json")
     program.save(program_file)
     program.public.save(client_file)

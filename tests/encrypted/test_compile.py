@@ -103,3 +103,14 @@ def test_a_network_that_leaves_no_room_below_the_modulus_is_refused(trained, pic
         MultilinearError, match=r"Mu-Layer 2 reaches 0 .* \d+ bits are left below the modulus, 30 are needed"
     ):
         compile(model, np.full((2, 28, 28, 3), 255, np.uint8))
+
+
+def test_packing_follows_from_the_images_at_a_time_and_the_memory(small, monkeypatch):
+    assert compile(small.model, small.images).public.packing.kind == "tokens"
+    assert compile(small.model, small.images, at_a_time=10_000).public.packing.kind == "images"
+    monkeypatch.setattr("multilinear.encrypted.compiler.free_memory", lambda: 1_000_000)
+    program = compile(small.model, small.images, at_a_time=10_000)
+    assert program.public.packing.kind == "tokens"
+    assert program.public.program == program.identity()
+    with pytest.raises(MultilinearError, match="at_a_time must be at least 1"):
+        compile(small.model, small.images, at_a_time=0)

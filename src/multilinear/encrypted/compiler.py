@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from multilinear.encrypted.network import Array, Network, Product, flatten, shift
-from multilinear.encrypted.packing import Packing
+from multilinear.encrypted.packing import Packing, cheapest_first
 from multilinear.encrypted.parameters import PRIME_BITS, SCALES, Parameters
+from multilinear.encrypted.plan import SPARE, free_memory, needed_memory
 from multilinear.encrypted.program import LARGEST_OFFSET, Layer, Program, Public
 from multilinear.errors import MultilinearError
 from multilinear.layers import check_image_size
@@ -35,14 +36,16 @@ def compile(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     labels: Sequence[str] | None = None,
-    packing: str = "tokens",
+    packing: str = "auto",
+    at_a_time: int = 1,
 ) -> Program:
     """Make a program of a polynomial MONet.
 
     Args:
         model: a network, or a weights file, which also tells `mean`, `std` and `labels`.
         images: uint8 (N, H, W, C) for calibration, some hundred of the kind that will come; ranges are taken from them.
-        packing: `"tokens"`, or `"images"` for thousands of images at a time.
+        packing: `"tokens"`, `"images"`, or `"auto"`: the cheaper one for `at_a_time` images, if memory allows.
+        at_a_time: how many images will come in one message; packing by images pays from some thousands on.
 
     >>> from multilinear.models import create
     >>> net = create("monet_private_1", in_chans=1)
@@ -79,20 +82,26 @@ def compile(
         raise MultilinearError(f"{len(named)} labels for {classes} classes")
     parameters = Parameters.for_depth(len(network.products))
     grid = height // network.patch, width // network.patch
-    packed = Packing.make(packing, grid, parameters)
-    if packed.images < 1:
+    if at_a_time < 1:
+        raise MultilinearError(f"at_a_time must be at least 1, got {at_a_time}")
+    kinds = cheapest_first(grid, parameters, at_a_time) if packing == "auto" else [packing]
+    packed = [Packing.make(kind, grid, parameters) for kind in kinds]
+    if packed[-1].images < 1:
         raise MultilinearError(
             f"a grid of {grid[0]}x{grid[1]} tokens does not fit the {parameters.slots} slots of the ring"
         )
     public = Public(
-        "00" * 32, parameters, packed, (channels, height, width), network.patch, network.overlap, mean, std, named,
+        "00" * 32, parameters, packed[0], (channels, height, width), network.patch, network.overlap, mean, std, named,
         (1.0,) * classes, 0.0,
     )  # fmt: skip
     with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is refused
         parameters, layers, head, units, error = _best_scale(network, public.prepare(images), parameters)
     public = dataclasses.replace(public, parameters=parameters, units=units, error=error)
-    program = Program(public, layers, head)
-    program = dataclasses.replace(program, public=dataclasses.replace(public, program=program.identity()))
+    for each in packed:
+        program = Program(dataclasses.replace(public, packing=each), layers, head)
+        if each is packed[-1] or needed_memory(program) <= SPARE * free_memory():
+            break  # the other packing has smaller batches
+    program = dataclasses.replace(program, public=dataclasses.replace(program.public, program=program.identity()))
     program.check()
     return program
 

@@ -96,3 +96,18 @@ class Packing:
         """One where a token of a full batch sits, zero elsewhere: what a constant is multiplied with."""
         ones: Array = self.pack(np.ones((self.images, *self.grid, 1)))[0, 0]
         return ones
+
+
+def cheapest_first(grid: tuple[int, int], parameters: Parameters, count: int) -> list[str]:
+    """Which packing to take for `count` images at a time; the second, if any, needs less memory.
+
+    One ciphertext a token makes a batch as many times dearer as there are tokens, and holds more images.
+
+    >>> cheapest_first((4, 4), Parameters(8192, 2), 1), cheapest_first((4, 4), Parameters(8192, 2), 10_000)
+    (['tokens'], ['images', 'tokens'])
+    """
+    costs = {}
+    for kind in PACKINGS:
+        packing = Packing.make(kind, grid, parameters)
+        costs[kind] = packing.places * -(-count // packing.images) if packing.images else float("inf")
+    return ["images", "tokens"] if costs["images"] < costs["tokens"] else ["tokens"]
