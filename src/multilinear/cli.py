@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 import tyro
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
@@ -53,14 +52,15 @@ def list_models(json: Json = False) -> None:
     if json:
         return _print_json(rows)
     table = Table(
-        "model", "M params", "G MACs", "widths", "blocks", "image", "degree", box=box.SIMPLE_HEAD, pad_edge=False
+        "model", "params", "MACs", "widths", "blocks", "side", "degree", box=None, padding=(0, 1), pad_edge=False
     )
     for row in rows:
         sizes = f"{row['parameters'] / 1e6:.3f}", f"{row['macs'] / 1e9:.3f}"
         shape = _list(row["widths"]), _list(row["blocks"]), str(row["image"])
         table.add_row(row["model"], *sizes, *shape, analysis.degree_text(row["degree"]))
     console.print(table)
-    console.print("image: side in pixels, any that fits works. degree: as a polynomial, with norm batch or affine.")
+    console.print("Params in millions, MACs in billions at this side in pixels; any that fits works.")
+    console.print("Degree: as a polynomial, with norm batch or affine.")
     return None
 
 

@@ -76,7 +76,7 @@ class MuLayer(nn.Module):
         self.B = nn.Linear(low_rank, hidden, bias=bias)
         self.C = nn.Linear(hidden, self.out_features, bias=bias)
         self.shift = nn.Identity() if shift is None else SpatialShift(shift)
-        self.shift_second = self.shift if shift_second else nn.Identity()
+        self.shift_second = SpatialShift(shift) if shift is not None and shift_second else nn.Identity()
         self.norm_a = make_norm(norm, hidden)
         self.norm_b = make_norm(norm, hidden)
         self.alpha = nn.Parameter(torch.ones(1))  # one entry, as sharding has no place for a scalar
