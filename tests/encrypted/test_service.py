@@ -148,6 +148,17 @@ def test_the_client_not_seen_for_longest_is_forgotten(small):
     assert service.handle("/run", clients[0].encrypt(image))[0] == 200
 
 
+def test_one_clients_working_memory_is_kept_at_a_time(small):
+    service = Service(small.program, 1)
+    clients = [Client(small.public) for _ in range(2)]
+    for client in clients:
+        service.handle("/keys", client.keygen())
+    for client in clients:
+        assert service.handle("/run", client.encrypt(small.images[:1]))[0] == 200
+    kept = [service.clients[client.keys][1]._engine is not None for client in clients]
+    assert kept == [False, True]
+
+
 def test_every_good_message_is_within_the_limits(small, encrypted):
     service = Service(small.program, 1)
     assert len(small.keys) <= service.limit("/keys") and len(encrypted) <= service.limit("/run")

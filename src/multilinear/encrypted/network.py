@@ -45,11 +45,6 @@ class Network:
     patch: int  # the stride of patches
     overlap: int
 
-    @property
-    def patch_values(self) -> int:
-        """How many pixel values a token sees at first."""
-        return int(self.channels * (self.patch + self.overlap) ** 2)
-
     def patches(self, images: Array) -> Array:
         """Cut (B, C, H, W) into (B, tokens high, tokens wide, values), as the client does.
 

@@ -49,6 +49,10 @@ class Server:
                 answers.append(messages.write_residues(engine.run(progress)))
         return messages.pack(messages.RESULTS, public, self.client, message.count, b"".join(answers))
 
+    def release(self) -> None:
+        """Give back the memory that is kept between messages."""
+        self._engine = None
+
     def steps(self, data: bytes) -> int:
         """How many steps `run` will tell `progress` of."""
         message = messages.unpack(data, messages.IMAGES, self.program.public, self.client)

@@ -64,6 +64,9 @@ class Service:
                 if found is None:
                     raise MultilinearError(f"no evaluation keys {owner.hex()[:8]} here; send them to /keys first")
                 self.clients.move_to_end(owner)
+                for other, (_, server) in self.clients.items():
+                    if other != owner:
+                        server.release()  # one client's working memory at a time
                 return 200, found[1].run(body)
         except MultilinearError as error:
             return 400, str(error).encode()

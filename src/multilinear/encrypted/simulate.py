@@ -17,22 +17,16 @@ def simulate(program: Program, images: NDArray[np.uint8], chunk: int = 256) -> A
     Values are whole numbers at the program's scale, weights are whole numbers, and a product is divided by 2**54 and
     rounded. The encrypted result differs from it by the encryption's noise alone.
     """
-    parts = [_logits(program, images[i : i + chunk])[1] for i in range(0, max(1, len(images)), chunk)]
+    parts = [_logits(program, images[i : i + chunk]) for i in range(0, max(1, len(images)), chunk)]
     logits: Array = np.concatenate(parts).mean((1, 2))
     return logits
 
 
-def products(program: Program, images: NDArray[np.uint8]) -> list[Array]:
-    """Every layer's products (N, high, wide, rank) in stored units."""
-    return [h / program.public.parameters.scale for h in _logits(program, images)[0]]
-
-
-def _logits(program: Program, images: NDArray[np.uint8]) -> tuple[list[Whole], Array]:
+def _logits(program: Program, images: NDArray[np.uint8]) -> Array:
     patches = program.public.prepare(images)
     v = np.concatenate([np.ones((*patches.shape[:-1], 1)), patches], -1)
     scale = program.public.parameters.scale
     whole: Whole = np.rint(v * scale).astype(np.int64)
-    found = []
     one = np.int64(scale)
     for layer in program.layers:
         first = _exact(whole, layer.first)
@@ -41,10 +35,9 @@ def _logits(program: Program, images: NDArray[np.uint8]) -> tuple[list[Whole], A
         first = first + one * layer.offset.astype(np.int64)
         second = _exact(whole, layer.second)
         h = np.rint(first.astype(np.float64) * second.astype(np.float64) / 2.0**PRIME_BITS).astype(np.int64)
-        found.append(h)
         whole = np.concatenate([whole, h], -1)
-    logits = _exact(whole, program.head).astype(np.float64) / scale
-    return found, logits * np.array(program.public.units)
+    logits: Array = _exact(whole, program.head).astype(np.float64) / scale * np.array(program.public.units)
+    return logits
 
 
 def _exact(values: Whole, weights: Array) -> Whole:
