@@ -1,0 +1,240 @@
+"""A Poly-Block with layer norms as one operator: its weights made ready, its kernels launched, its gradients gathered."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from multilinear.kernels import block_forward
+
+# The parameters of a block in the order in which the operator takes them.
+MU = ("A.weight", "A.bias", "D.weight", "D.bias", "B.weight", "B.bias", "C.weight", "C.bias",
+      "norm_a.weight", "norm_a.bias", "norm_b.weight", "norm_b.bias", "alpha")  # fmt: skip
+NAMES = ("norm1.weight", "norm1.bias", *(f"mu1.{name}" for name in MU), *(f"mu2.{name}" for name in MU))
+
+
+class Sizes(NamedTuple):
+    """Widths of a block: channels, both ranks and the low ranks of both second branches."""
+
+    channels: int
+    rank1: int
+    low1: int
+    rank2: int
+    low2: int
+
+    def served(self) -> bool:
+        """Whether the kernels take these: whole chunks and whole quarters, and a tile that fits a processor."""
+        exact = all(sum(parts(width)) == width for width in (self.channels, self.rank1))
+        quarters = self.rank1 % 4 == 0 and self.low1 % 4 == 0
+        return exact and quarters and self.rank1 % 16 == 0 and self.rank2 % 16 == 0 and self.channels <= 512
+
+
+def parts(width: int) -> tuple[int, int]:
+    """The largest power of two up to `width`, and one that covers the rest; both are 16 or more, as products need."""
+    first = max(16, 1 << (width.bit_length() - 1))
+    rest = width - first
+    return first, 0 if rest <= 0 else max(16, triton.next_power_of_2(rest))
+
+
+def align(width: int) -> int:
+    """Rows of 16 bytes or a multiple, so that they load at once."""
+    return -(-width // 8) * 8
+
+
+def chunk(width: int, most: int = 64) -> int:
+    """The largest power of two, up to `most`, that divides `width`."""
+    return min(most, width & -width)
+
+
+class Prepared(NamedTuple):
+    """What the kernels read: matrices in the precision of the activations, all vectors in one float32 tensor.
+
+    `first` and `second` hold A and B of the second Mu-Layer next to their biases, centred over the outputs; `factor`
+    holds B of the first.
+    """
+
+    lifting: Tensor
+    B1: Tensor
+    C1: Tensor
+    A2: Tensor
+    D2: Tensor
+    B2: Tensor
+    C2: Tensor
+    gram: Tensor
+    low_gram: Tensor
+    vectors: Tensor
+    factor: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def sizes_of(weights: Sequence[Tensor]) -> Sizes:
+    named = dict(zip(NAMES, weights, strict=True))
+    return Sizes(
+        named["mu1.A.weight"].shape[1], *named["mu1.B.weight"].shape, *named["mu2.B.weight"].shape
+    )  # fmt: skip
+
+
+def _centred(weight: Tensor, bias: Tensor) -> Tensor:
+    both = torch.cat([weight, bias[:, None]], 1)
+    return both - both.mean(0)
+
+
+def _with_extras(both: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+    """A matrix next to the columns that `extras` of the kernels multiplies: its bias and the norm's shift, as stored
+    and what that leaves."""
+    bias, shift = both[:, -1:], shift[:, None]
+    bias_left, shift_left = (part - part.to(dtype).float() for part in (bias, shift))
+    return torch.cat([both[:, :-1], bias, bias_left, shift, shift, shift_left, both.new_zeros(len(both), 11)], 1)
+
+
+@torch.library.custom_op("multilinear::poly_block_prepare", mutates_args=())
+def prepare(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The fields of `Prepared` from the parameters `NAMES`."""
+    with torch.autocast(weights[0].device.type, enabled=False):
+        named = {name: weight.float() for name, weight in zip(NAMES, weights, strict=True)}
+        factor = _centred(named["mu1.B.weight"], named["mu1.B.bias"])
+        first = _centred(named["mu2.A.weight"], named["mu2.A.bias"])
+        second = _centred(named["mu2.B.weight"], named["mu2.B.bias"])
+        gram, low_gram = first.T @ first, second.T @ second
+        alpha = named["mu1.alpha"]
+        vectors = [
+            named["norm1.weight"], named["norm1.bias"], named["mu1.C.bias"], named["mu2.C.bias"],
+            factor[:, -1], named["mu1.norm_a.weight"], named["mu1.norm_a.bias"],
+            alpha * named["mu1.norm_b.weight"], alpha * named["mu1.norm_b.bias"] + 1,
+            2 * gram[:-1, -1], named["mu2.D.bias"], 2 * low_gram[:-1, -1], gram[-1, -1:], low_gram[-1, -1:],
+            named["mu1.A.bias"], named["mu1.D.bias"],
+        ]  # fmt: skip
+        alpha = named["mu2.alpha"]
+        matrices = [
+            torch.cat([named["mu1.A.weight"], named["mu1.D.weight"]]), factor[:, :-1], named["mu1.C.weight"],
+            _with_extras(first * named["mu2.norm_a.weight"][:, None], named["mu2.norm_a.bias"], dtype),
+            named["mu2.D.weight"],
+            _with_extras(second * (alpha * named["mu2.norm_b.weight"])[:, None],
+                         alpha * named["mu2.norm_b.bias"] + 1, dtype),
+            named["mu2.C.weight"], gram[:-1, :-1], low_gram[:-1, :-1],
+        ]  # fmt: skip
+        return [
+            *(matrix.to(dtype, memory_format=torch.contiguous_format, copy=True) for matrix in matrices),
+            torch.cat(vectors), factor, first, second,
+        ]  # fmt: skip
+
+
+@prepare.register_fake
+def _(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    s = sizes_of(weights)
+    new = weights[0].new_empty
+    shapes = [(s.rank1 + s.low1, s.channels), (s.rank1, s.low1), (s.channels, s.rank1), (s.rank2, s.channels + 16),
+              (s.low2, s.channels), (s.rank2, s.low2 + 16), (s.channels, s.rank2), (s.channels, s.channels),
+              (s.low2, s.low2)]  # fmt: skip
+    floats = [(offsets(s).end,), (s.rank1, s.low1 + 1), (s.rank2, s.channels + 1), (s.rank2, s.low2 + 1)]
+    return [*(new(shape, dtype=dtype) for shape in shapes), *(new(shape, dtype=torch.float32) for shape in floats)]
+
+
+class Offsets(NamedTuple):
+    """Where groups of vectors start in `Prepared.vectors`."""
+
+    mu1: int
+    forms: int
+    bias: int
+    end: int
+
+
+def offsets(s: Sizes) -> Offsets:
+    mu1 = 4 * s.channels
+    forms = mu1 + 5 * s.rank1
+    bias = forms + s.channels + 2 * s.low2 + 2
+    return Offsets(mu1, forms, bias, bias + s.rank1 + s.low1)
+
+
+class Tile(NamedTuple):
+    """Tokens of a tile, warps, hidden channels of a chunk, and chunks on their way from memory."""
+
+    tokens: int
+    warps: int
+    chunk: int
+    stages: int
+
+
+@lru_cache
+def tiles(s: Sizes) -> dict[str, Tile]:
+    """Tiles of each kernel; measured on an H200."""
+    large = s.channels > 256
+    return {
+        "lift": Tile(64, 4, 64, 2),
+        "mu2": Tile(64, 8 if large else 4, 32, 2),
+        "mu1": Tile(64, 4, 32, 2),
+        "mu2_back": Tile(64, 8, 32, 2),
+        "mu1_back": Tile(64, 8 if large else 4, 32, 2),
+        "lift_back": Tile(64, 4, 64, 2),
+    }
+
+
+def constants(s: Sizes, names: Sequence[str]) -> dict[str, int]:
+    """The constants of a kernel that follow from the sizes."""
+    c, r1, l1, l2 = (parts(width) for width in (s.channels, s.rank1, s.low1, s.low2))
+    place = offsets(s)
+    known = {
+        "C": s.channels, "C0": c[0], "C1": c[1], "R1": s.rank1, "R10": r1[0], "R11": r1[1],
+        "L1": s.low1, "L10": l1[0], "L11": l1[1], "R2": s.rank2, "L2": s.low2, "L20": l2[0], "L21": l2[1],
+        "U": s.rank1 + s.low1, "US": align(s.rank1 + s.low1), "MU1": place.mu1, "FORMS": place.forms,
+        "BIAS": place.bias, "ALIGNED": s.rank1 % 32 == 0, "SP": align(s.rank2 + s.channels + 1 + s.low2),
+        "SN": s.channels + 8, "SQ": align(s.rank2 + s.low2 + 1), "SD": align(s.low2 + 2), "SD1": align(s.low1 + 1),
+    }  # fmt: skip
+    return {name: known[name] for name in names if name in known}
+
+
+@torch.library.custom_op("multilinear::poly_block", mutates_args=())
+def poly_block(
+    x: Tensor,
+    keep1: Tensor | None,
+    keep2: Tensor | None,
+    weights: Sequence[Tensor],
+    prepared: Sequence[Tensor],
+    keep_border: bool,
+    eps: float,
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, statistics."""
+    s, ready = sizes_of(weights), Prepared(*prepared)
+    height, width = x.shape[-3:-1]
+    rows = x.numel() // s.channels
+    u = x.new_empty(rows, align(s.rank1 + s.low1))
+    out = torch.empty_like(x)
+    mid = torch.empty_like(x)
+    stats = x.new_empty((rows, 3) if save else 0, dtype=torch.float32)
+    tile = tiles(s)["lift"]
+    kernel = block_forward.lift
+    kernel[(triton.cdiv(rows, tile.tokens),)](
+        x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
+        T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    tile = tiles(s)["mu1"]
+    kernel = block_forward.mu1
+    kernel[(triton.cdiv(rows, tile.tokens),)](
+        x, u, mid, stats, keep1, ready.B1, ready.C1, ready.vectors, rows, height, width, eps,
+        **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep1 is not None,
+        T=tile.tokens, J=chunk(s.rank1, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    tile = tiles(s)["mu2"]
+    kernel = block_forward.mu2
+    kernel[(triton.cdiv(rows, tile.tokens),)](
+        mid, out, keep2, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram, ready.vectors, rows,
+        height * width, eps, **constants(s, kernel.arg_names), DROP=keep2 is not None,
+        T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    return (out, u, mid, stats) if save else (out, *(x.new_empty(0) for _ in range(2)), stats)
+
+
+@poly_block.register_fake
+def _(
+    x: Tensor, keep1: Any, keep2: Any, weights: Sequence[Tensor], prepared: Any, keep_border: Any, eps: Any, save: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    s = sizes_of(weights)
+    rows = x.numel() // s.channels
+    saved = [(rows, align(s.rank1 + s.low1)), x.shape, (rows, 3)] if save else [(0,), (0,), (0,)]
+    u, mid = (x.new_empty(shape) for shape in saved[:2])
+    return torch.empty_like(x), u, mid, x.new_empty(saved[2], dtype=torch.float32)

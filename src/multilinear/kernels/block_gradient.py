@@ -1,0 +1,164 @@
+"""The way back through a Poly-Block: its kernels launched, and the gradients of all parameters put together."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from multilinear.kernels import block_backward
+from multilinear.kernels.block import (
+    NAMES,
+    Prepared,
+    Sizes,
+    align,
+    chunk,
+    constants,
+    poly_block,
+    sizes_of,
+    tiles,
+)
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """`left' right` in float32."""
+    if left.is_cuda:
+        return torch.mm(left.T, right, out_dtype=torch.float32)
+    return left.T.float() @ right.float()
+
+
+def _second_layer(
+    grad: Tensor, mid: Tensor, keep: Tensor | None, named: dict[str, Tensor], ready: Prepared, s: Sizes, eps: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The gradients of the value between the Mu-Layers and of everything in the second."""
+    rows = mid.numel() // s.channels
+    tile = tiles(s)["mu2_back"]
+    programs = triton.cdiv(rows, tile.tokens)
+    kernel = block_backward.mu2_back
+    fixed = constants(s, kernel.arg_names)
+    out, gy = torch.empty_like(mid), torch.empty_like(mid)
+    h, P, n, Q, d = (mid.new_empty(rows, width) for width in (s.rank2, *(fixed[x] for x in ("SP", "SN", "SQ", "SD"))))
+    sums = mid.new_empty(programs, 3, s.channels, dtype=torch.float32)
+    kernel[(programs,)](
+        grad, mid, keep, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram, ready.vectors,
+        out, gy, h, P, n, Q, d, sums, rows, mid.shape[-3] * mid.shape[-2], eps, **fixed, DROP=keep is not None,
+        T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    rank, channels, low = s.rank2, s.channels, s.low2
+    product, low_product = _product(P, n), _product(Q, d)
+    alpha, weight_b, bias_b = (named[f"mu2.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
+    first = _through_norm(ready.first, product, named["mu2.norm_a.weight"])
+    second = _through_norm(ready.second, low_product, alpha * weight_b)
+    scale_b, shift_b = (ready.second * low_product[:rank, : low + 1]).sum(1), low_product[:rank, low + 1]
+    low_rank = product[rank + channels + 1 :][:low]
+    totals = sums.sum(0)
+    return out, {
+        "norm1.weight": totals[0], "norm1.bias": totals[1],
+        "mu2.A.weight": first[:, :-1], "mu2.A.bias": first[:, -1],
+        "mu2.D.weight": low_rank[:, :channels], "mu2.D.bias": low_rank[:, channels],
+        "mu2.B.weight": second[:, :-1], "mu2.B.bias": second[:, -1],
+        "mu2.C.weight": _product(gy.view(rows, channels), h), "mu2.C.bias": totals[2],
+        "mu2.norm_a.weight": (ready.first * product[:rank, : channels + 1]).sum(1),
+        "mu2.norm_a.bias": product[:rank, channels + 1],
+        "mu2.norm_b.weight": alpha * scale_b, "mu2.norm_b.bias": alpha * shift_b,
+        "mu2.alpha": (weight_b * scale_b + bias_b * shift_b).sum(),
+    }  # fmt: skip
+
+
+def _through_norm(matrix: Tensor, product: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of a centred matrix with its bias, from products of gradients before the norm with its input."""
+    rank, width = matrix.shape
+    grad = weight[:, None] * product[:rank, :width]
+    return torch.addmm(grad - grad.mean(0), matrix, product[rank : rank + width, :width], alpha=-1)
+
+
+def _first_layer(
+    grad: Tensor, x: Tensor, u: Tensor, stats: Tensor, keep: Tensor | None, named: dict[str, Tensor], ready: Prepared,
+    s: Sizes, keep_border: bool, eps: float,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+    """The gradients of the block's input and of everything in the first Mu-Layer."""
+    rows, channels, rank, low = x.numel() // s.channels, s.channels, s.rank1, s.low1
+    height, width = x.shape[-3:-1]
+    tile = tiles(s)["mu1_back"]
+    programs = triton.cdiv(rows, tile.tokens)
+    kernel = block_backward.mu1_back
+    fixed = constants(s, kernel.arg_names)
+    E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, width) for width in (rank, rank, fixed["SD1"]))
+    gy = grad if keep is None else torch.empty_like(grad)
+    sums = x.new_empty(programs, 4 * rank + channels, dtype=torch.float32)
+    kernel[(programs,)](
+        grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, gy, h, db, d, sums, rows, height, width, **fixed,
+        KEEP=keep_border, DROP=keep is not None, T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    totals = sums.sum(0)
+    tile = tiles(s)["lift_back"]
+    programs = triton.cdiv(rows, tile.tokens)
+    kernel = block_backward.lift_back
+    out, du, n = torch.empty_like(x), torch.empty_like(u), x.new_empty(rows, channels + 8)
+    sums = x.new_empty(programs, 2, channels, dtype=torch.float32)
+    kernel[(programs,)](
+        E, x, grad, ready.lifting, ready.vectors, du, n, out, sums, rows, height, width, eps,
+        **constants(s, kernel.arg_names), KEEP=keep_border, T=tile.tokens, J=tile.chunk, STAGES=tile.stages,
+        num_warps=tile.warps,
+    )  # fmt: skip
+    lifting, factor, norm = _product(du, n), _product(db, d), sums.sum(0)
+    scale_a, shift_a, scale_b, shift_b = totals[: 4 * rank].view(4, rank)
+    alpha, weight_b, bias_b = (named[f"mu1.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
+    return out, {
+        "norm1.weight": norm[0], "norm1.bias": norm[1],
+        "mu1.A.weight": lifting[:rank, :channels], "mu1.A.bias": lifting[:rank, channels],
+        "mu1.D.weight": lifting[rank : rank + low, :channels], "mu1.D.bias": lifting[rank : rank + low, channels],
+        "mu1.B.weight": factor[:, :low], "mu1.B.bias": factor[:, low],
+        "mu1.C.weight": _product(gy.view(rows, channels), h), "mu1.C.bias": totals[4 * rank :],
+        "mu1.norm_a.weight": scale_a, "mu1.norm_a.bias": shift_a,
+        "mu1.norm_b.weight": alpha * scale_b, "mu1.norm_b.bias": alpha * shift_b,
+        "mu1.alpha": (weight_b * scale_b + bias_b * shift_b).sum(),
+    }  # fmt: skip
+
+
+@torch.library.custom_op("multilinear::poly_block_backward", mutates_args=())
+def poly_block_backward(
+    grad: Tensor, x: Tensor, u: Tensor, mid: Tensor, stats: Tensor, keep1: Tensor | None, keep2: Tensor | None,
+    weights: Sequence[Tensor], prepared: Sequence[Tensor], keep_border: bool, eps: float,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of x and of all weights."""
+    s, ready = sizes_of(weights), Prepared(*prepared)
+    with torch.autocast(x.device.type, enabled=False):
+        named = {name: weight.float() for name, weight in zip(NAMES, weights, strict=True)}
+        grad, found = _second_layer(grad, mid, keep2, named, ready, s, eps)
+        grad, more = _first_layer(grad, x, u, stats, keep1, named, ready, s, keep_border, eps)
+        for name in ("norm1.weight", "norm1.bias"):  # the two places share one norm
+            found[name] = found[name] + more.pop(name)
+        found |= more
+        return [grad, *(
+            found[name].to(weight.dtype).reshape(weight.shape).contiguous().clone()
+            for name, weight in zip(NAMES, weights, strict=True)
+        )]  # fmt: skip
+
+
+@poly_block_backward.register_fake
+def _(grad: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
+    weights: Sequence[Tensor] = rest[5]
+    return [torch.empty_like(x), *(torch.empty_like(weight) for weight in weights)]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, keep1, keep2, weights, prepared, ctx.keep_border, ctx.eps, _ = inputs
+    _, u, mid, stats = output
+    ctx.dropped = keep1 is not None
+    ctx.weights = len(weights)
+    ctx.save_for_backward(x, u, mid, stats, keep1, keep2, *weights, *prepared)
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
+    x, u, mid, stats, keep1, keep2, *rest = ctx.saved_tensors
+    weights, prepared = rest[: ctx.weights], rest[ctx.weights :]
+    found = poly_block_backward(
+        grad.contiguous(), x, u, mid, stats, keep1, keep2, weights, prepared, ctx.keep_border, ctx.eps
+    )
+    return found[0], None, None, found[1:], [None] * len(prepared), None, None, None
+
+
+poly_block.register_autograd(_gradients, setup_context=_save)
