@@ -167,9 +167,11 @@ def tiles(s: Sizes) -> dict[str, Tile]:
         "lift": Tile(64, 4, 64, 2),
         "mu2": Tile(64, 8 if large else 4, 32, 2),
         "mu1": Tile(64, 4, 32, 2),
-        "mu2_back": Tile(64, 8, 32, 2),
+        "mu2_open": Tile(64, 8 if large else 4, 64, 1),
+        "mu2_middle": Tile(64, 4, 64, 2),
+        "mu2_close": Tile(64, 8, 64, 1),
         "mu1_back": Tile(64, 8 if large else 4, 32, 2),
-        "lift_back": Tile(64, 4, 64, 2),
+        "lift_back": Tile(64, 8, 64, 2),
     }
 
 
@@ -182,7 +184,7 @@ def constants(s: Sizes, names: Sequence[str]) -> dict[str, int]:
         "L1": s.low1, "L10": l1[0], "L11": l1[1], "R2": s.rank2, "L2": s.low2, "L20": l2[0], "L21": l2[1],
         "U": s.rank1 + s.low1, "US": align(s.rank1 + s.low1), "MU1": place.mu1, "FORMS": place.forms,
         "BIAS": place.bias, "ALIGNED": s.rank1 % 32 == 0, "SP": align(s.rank2 + s.channels + 1 + s.low2),
-        "SN": s.channels + 8, "SQ": align(s.rank2 + s.low2 + 1), "SD": align(s.low2 + 2), "SD1": align(s.low1 + 1),
+        "SN": s.channels + 8, "SQ": align(s.rank2 + s.low2 + 1), "SD1": align(s.low1 + 1),
     }  # fmt: skip
     return {name: known[name] for name in names if name in known}
 

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from multilinear.kernels.block_forward import (
     affine,
+    branch,
     columns,
     extras,
     gather,
@@ -60,36 +61,43 @@ def store_low(
 
 
 @triton.jit
+def load_low(ptr, row, live, STRIDE: tl.constexpr, L: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr):
+    j = columns(0, L0)
+    place = row[:, None] * STRIDE
+    d0 = tl.load(ptr + place + j[None, :], mask=live[:, None] & (j < L)[None, :], other=0.0)
+    d1 = d0
+    if L1 > 0:
+        j = columns(L0, L1)
+        d1 = tl.load(ptr + place + j[None, :], mask=live[:, None] & (j < L)[None, :], other=0.0)
+    return d0, d1
+
+
+@triton.jit
 def subtract_form(
     acc0, acc1, n0, n1, k, gram_ptr, linear_ptr, C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr
 ):  # fmt: skip
-    """Subtract k times half the gradient, `G n + g / 2`, of a quadratic form."""
-    m0 = (n0.to(tl.float32) * -k[:, None]).to(n0.dtype)
-    m1 = (n1.to(tl.float32) * -k[:, None]).to(n0.dtype)
+    """Subtract k times half the gradient, `G n + g / 2`, of a quadratic form, given k n."""
     j = columns(0, C0)
-    acc0 += multiply(m0, m1, gram_ptr, j, C, C0, C1, C, 1, C, C0 > C)
-    acc0 -= k[:, None] * tl.load(linear_ptr + j, mask=j < C, other=0.0)[None, :] / 2
+    linear = tl.load(linear_ptr + j, mask=j < C, other=0.0)[None, :]
+    acc0 -= multiply(n0, n1, gram_ptr, j, C, C0, C1, C, 1, C, C0 > C) + k[:, None] * linear / 2
     if C1 > 0:
         j = columns(C0, C1)
-        acc1 += multiply(m0, m1, gram_ptr, j, C, C0, C1, C, 1, C, C0 + C1 > C)
-        acc1 -= k[:, None] * tl.load(linear_ptr + j, mask=j < C, other=0.0)[None, :] / 2
+        linear = tl.load(linear_ptr + j, mask=j < C, other=0.0)[None, :]
+        acc1 -= multiply(n0, n1, gram_ptr, j, C, C0, C1, C, 1, C, C0 + C1 > C) + k[:, None] * linear / 2
     return acc0, acc1
 
 
 @triton.jit
 def norm_back(
-    x_ptr, grad_ptr, out_ptr, n_ptr, sums_ptr, weight_ptr, bias_ptr, row, live, mean, scale, dn0, dn1,
-    N: tl.constexpr, C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
+    x_ptr, grad_ptr, out_ptr, sums_ptr, weight_ptr, row, live, mean, scale, dn0, dn1,
+    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
 ):  # fmt: skip
-    """Through the norm ahead of a Mu-Layer and along the shortcut; also the norm's output and its own gradients."""
+    """Through the norm ahead of a Mu-Layer and along the shortcut; also the norm's own gradients."""
     u0, u1 = load_rows(x_ptr, row, live, C, C0, C1)
     u0 = (u0 - mean[:, None]) * scale[:, None]
     u1 = (u1 - mean[:, None]) * scale[:, None]
     if C1 == 0:
         dn1 = dn0
-    n0, n1 = affine(u0, u1, weight_ptr, bias_ptr, C0, C1)
-    store_rows(n_ptr, row, live, n0, n1, N, C0, C1)
-    store_column(n_ptr + C, row, live, tl.full(mean.shape, 1.0, tl.float32), N)
     dn0 = tl.where(live[:, None], dn0, 0.0)
     dn1 = tl.where(live[:, None], dn1, 0.0)
     store_sums(sums_ptr, dn0 * u0, dn1 * u1, C0, C1)
@@ -106,16 +114,15 @@ def norm_back(
 
 
 @triton.jit
-def mu2_back(
-    grad_ptr, x_ptr, keep_ptr, A_ptr, D_ptr, B_ptr, C_ptr, G_ptr, H_ptr, vectors_ptr,
-    out_ptr, gy_ptr, h_ptr, P_ptr, n_ptr, Q_ptr, d_ptr, sums_ptr, rows, tokens, eps,
+def mu2_open(
+    grad_ptr, x_ptr, keep_ptr, D_ptr, G_ptr, H_ptr, vectors_ptr, gy_ptr, n_ptr, d_ptr, stats_ptr, sums_ptr,
+    rows, tokens, eps,
     C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
     R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr, FORMS: tl.constexpr,
-    SP: tl.constexpr, SN: tl.constexpr, SQ: tl.constexpr, SD: tl.constexpr,
-    DROP: tl.constexpr, T: tl.constexpr, J: tl.constexpr, JC: tl.constexpr, STAGES: tl.constexpr,
+    DROP: tl.constexpr, T: tl.constexpr, JC: tl.constexpr,
 ):  # fmt: skip
-    """Writes, row by row, P = [sa dp | k n | k | dd], n = [n | 1 | 1 / sa], Q = [sb dq | k d | k], d = [d | 1 | 1 / sb],
-    and h and gy, whose product over all rows is the gradient of C."""
+    """What both branches of the second Mu-Layer read, n and d next to their extras; the gradient gy of its output,
+    times both scales; and the statistics: mean and scale ahead, scales of the branches."""
     program = tl.program_id(0)
     row = program * T + tl.arange(0, T)
     live = row < rows
@@ -123,84 +130,112 @@ def mu2_back(
     x0, x1, mean, scale = unit_rows(x0, x1, eps, C, C1)
     x0, x1 = affine(x0, x1, vectors_ptr, vectors_ptr + C, C0, C1)
     n0, n1 = x0.to(x_ptr.dtype.element_ty), x1.to(x_ptr.dtype.element_ty)
+    store_rows(n_ptr, row, live, n0, n1, C + 16, C0, C1)
     ga_ptr = vectors_ptr + FORMS
     e_ptr, hb_ptr, constants_ptr = ga_ptr + C, ga_ptr + C + L2, ga_ptr + C + 2 * L2
     form = quadratic_of_rows(x_ptr, row, live, mean, scale, n0, n1, vectors_ptr, vectors_ptr + C, G_ptr, ga_ptr,
                              constants_ptr, C, C0, C1, JC)  # fmt: skip
     scale_a = 1 / tl.sqrt(tl.maximum(form, 0.0) / R2 + eps)
     d0, d1 = low_rank(n0, n1, D_ptr, e_ptr, C, C0, C1, L2, L20, L21)
+    store_low(d_ptr, row, live, d0, d1, L2 + 16, L2, L20, L21)
     form = quadratic(d0, d1, H_ptr, hb_ptr, constants_ptr + 1, L2, L20, L21)
     scale_b = 1 / tl.sqrt(tl.maximum(form, 0.0) / R2 + eps)
-    extra_a, extra_b = extras(scale_a, n0), extras(scale_b, n0)
+    store_rows(n_ptr + C, row, live, extras(scale_a, n0), extras(scale_a, n0), C + 16, 16, 0)
+    store_rows(d_ptr + L2, row, live, extras(scale_b, n0), extras(scale_b, n0), L2 + 16, 16, 0)
+    tl.store(stats_ptr + row * 4, mean, mask=live)
+    tl.store(stats_ptr + row * 4 + 1, scale, mask=live)
+    tl.store(stats_ptr + row * 4 + 2, scale_a, mask=live)
+    tl.store(stats_ptr + row * 4 + 3, scale_b, mask=live)
     g0, g1 = load_rows(grad_ptr, row, live, C, C0, C1)
     if DROP:
         keep = tl.load(keep_ptr + row // tokens, mask=live, other=0.0)[:, None]
         g0 *= keep
         g1 *= keep
-    store_sums(sums_ptr + program * 3 * C + 2 * C, g0, g1, C0, C1)
+    store_sums(sums_ptr + program * C, g0, g1, C0, C1)
     product = (scale_a * scale_b)[:, None]
-    g0, g1 = (g0 * product).to(n0.dtype), (g1 * product).to(n0.dtype)
-    store_rows(gy_ptr, row, live, g0, g1, C, C0, C1)
-    t = tl.zeros((T,), tl.float32)
-    dn0 = tl.zeros((T, C0), tl.float32)
-    dn1 = tl.zeros((T, C1 if C1 > 0 else 16), tl.float32)
-    dd0 = tl.zeros((T, L20), tl.float32)
-    dd1 = tl.zeros((T, L21 if L21 > 0 else 16), tl.float32)
-    shift_a = tl.zeros((T, 16), tl.float32)
-    shift_b = tl.zeros((T, 16), tl.float32)
+    store_rows(gy_ptr, row, live, g0 * product, g1 * product, C, C0, C1)
+
+
+@triton.jit
+def mu2_middle(
+    gy_ptr, n_ptr, d_ptr, A_ptr, B_ptr, C_ptr, h_ptr, P_ptr, Q_ptr, along_ptr, rows,
+    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
+    R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr,
+    SP: tl.constexpr, SQ: tl.constexpr, T: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Both branches again, the product h, and the gradients P and Q of the branches ahead of their scales."""
+    row = tl.program_id(0) * T + tl.arange(0, T)
+    live = row < rows
+    kind = n_ptr.dtype.element_ty
+    n0, n1 = load_rows(n_ptr, row, live, C + 16, C0, C1)
+    n0, n1 = n0.to(kind), n1.to(kind)
+    d0, d1 = load_low(d_ptr, row, live, L2 + 16, L2, L20, L21)
+    extra_a, _ = load_rows(n_ptr + C, row, live, C + 16, 16, 0)
+    extra_b, _ = load_rows(d_ptr + L2, row, live, L2 + 16, 16, 0)
+    extra_a, extra_b = extra_a.to(kind), extra_b.to(kind)
+    g0, g1 = load_rows(gy_ptr, row, live, C, C0, C1)
+    g0, g1 = g0.to(kind), g1.to(kind)
+    along = tl.zeros((T,), tl.float32)
     for start in tl.range(0, R2, J, num_stages=STAGES):
         j = columns(start, J)
-        A0 = load_matrix(A_ptr, columns(0, C0), j, C + 16, R2, 1, C + 16, False, False)
-        A2 = load_matrix(A_ptr, columns(C, 16), j, C + 16, R2, 1, C + 16, False, False)
-        B0 = load_matrix(B_ptr, columns(0, L20), j, L2, R2, 1, L2 + 16, L20 > L2, False)
-        B2 = load_matrix(B_ptr, columns(L2, 16), j, L2 + 16, R2, 1, L2 + 16, False, False)
-        W0 = load_matrix(C_ptr, columns(0, C0), j, C, R2, R2, 1, False, False)
-        first = tl.dot(extra_a, A2, tl.dot(n0, A0))
-        second = tl.dot(extra_b, B2, tl.dot(d0, B0))
-        dh = tl.dot(g0, W0)
-        if C1 > 0:
-            A1 = load_matrix(A_ptr, columns(C0, C1), j, C + 16, R2, 1, C + 16, False, False)
-            W1 = load_matrix(C_ptr, columns(C0, C1), j, C, R2, R2, 1, False, False)
-            first = tl.dot(n1, A1, first)
-            dh = tl.dot(g1, W1, dh)
-        if L21 > 0:
-            B1 = load_matrix(B_ptr, columns(L20, L21), j, L2, R2, 1, L2 + 16, L20 + L21 > L2, False)
-            second = tl.dot(d1, B1, second)
+        first = branch(n0, n1, extra_a, A_ptr, j, C, C0, C1, R2)
+        second = branch(d0, d1, extra_b, B_ptr, j, L2, L20, L21, R2)
+        dh = multiply(g0, g1, C_ptr, j, C, C0, C1, R2, R2, 1, False)
         h = first * second
-        t += tl.sum(dh * h, 1)
-        p = (dh * second).to(n0.dtype)
-        q = (dh * first).to(n0.dtype)
-        inside = live[:, None]
-        tl.store(h_ptr + row[:, None] * R2 + j[None, :], h.to(n0.dtype), mask=inside)
-        tl.store(P_ptr + row[:, None] * SP + j[None, :], p, mask=inside)
-        tl.store(Q_ptr + row[:, None] * SQ + j[None, :], q, mask=inside)
-        dn0 = tl.dot(p, tl.trans(A0), dn0)
-        shift_a = tl.dot(p, tl.trans(A2), shift_a)
-        dd0 = tl.dot(q, tl.trans(B0), dd0)
-        shift_b = tl.dot(q, tl.trans(B2), shift_b)
-        if C1 > 0:
-            dn1 = tl.dot(p, tl.trans(A1), dn1)
-        if L21 > 0:
-            dd1 = tl.dot(q, tl.trans(B1), dd1)
-    held = ((tl.arange(0, 16) == 2) | (tl.arange(0, 16) == 4))[None, :]
-    k_a = (scale_a * t - tl.sum(tl.where(held, shift_a, 0.0), 1)) * scale_a / R2
-    k_b = (scale_b * t - tl.sum(tl.where(held, shift_b, 0.0), 1)) * scale_b / R2
-    dn0, dn1 = subtract_form(dn0, dn1, n0, n1, k_a, G_ptr, ga_ptr, C, C0, C1)
-    dd0, dd1 = subtract_form(dd0, dd1, d0, d1, k_b, H_ptr, hb_ptr, L2, L20, L21)
-    store_rows(P_ptr + R2, row, live, n0.to(tl.float32) * k_a[:, None], n1.to(tl.float32) * k_a[:, None], SP, C0, C1)
-    store_column(P_ptr + R2 + C, row, live, k_a, SP)
-    store_low(P_ptr + R2 + C + 1, row, live, dd0, dd1, SP, L2, L20, L21)
-    store_column(n_ptr + C + 1, row, live, 1 / scale_a, SN)
-    store_low(Q_ptr + R2, row, live, d0.to(tl.float32) * k_b[:, None], d1.to(tl.float32) * k_b[:, None], SQ, L2, L20, L21)
+        along += tl.sum(dh * h, 1)
+        tl.store(h_ptr + row[:, None] * R2 + j[None, :], h.to(kind), mask=live[:, None])
+        tl.store(P_ptr + row[:, None] * SP + j[None, :], (dh * second).to(kind), mask=live[:, None])
+        tl.store(Q_ptr + row[:, None] * SQ + j[None, :], (dh * first).to(kind), mask=live[:, None])
+    tl.store(along_ptr + row, along, mask=live)
+
+
+@triton.jit
+def shift_share(ptr, row, live, STRIDE: tl.constexpr):
+    """What a gradient holds along the shift of a norm: two of the columns that the extras met."""
+    share = tl.load(ptr + row * STRIDE + 2, mask=live, other=0.0).to(tl.float32)
+    return share + tl.load(ptr + row * STRIDE + 4, mask=live, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def mu2_close(
+    grad_ptr, x_ptr, stats_ptr, along_ptr, n_ptr, d_ptr, dn_ptr, dd_ptr, D_ptr, G_ptr, H_ptr, vectors_ptr,
+    P_ptr, Q_ptr, out_ptr, sums_ptr, rows,
+    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
+    R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr, FORMS: tl.constexpr,
+    SP: tl.constexpr, SQ: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """From P A and Q B to the gradient of the layer's input. What the norms took goes next to P and Q: k n and k, with
+    the gradient of d, and k d and k."""
+    program = tl.program_id(0)
+    row = program * T + tl.arange(0, T)
+    live = row < rows
+    kind = x_ptr.dtype.element_ty
+    mean = tl.load(stats_ptr + row * 4, mask=live, other=0.0)
+    scale = tl.load(stats_ptr + row * 4 + 1, mask=live, other=0.0)
+    scale_a = tl.load(stats_ptr + row * 4 + 2, mask=live, other=0.0)
+    scale_b = tl.load(stats_ptr + row * 4 + 3, mask=live, other=0.0)
+    along = tl.load(along_ptr + row, mask=live, other=0.0)
+    k_a = (scale_a * along - shift_share(dn_ptr + C, row, live, C + 16)) * scale_a / R2
+    k_b = (scale_b * along - shift_share(dd_ptr + L2, row, live, L2 + 16)) * scale_b / R2
+    d0, d1 = load_low(d_ptr, row, live, L2 + 16, L2, L20, L21)
+    k0, k1 = d0.to(tl.float32) * k_b[:, None], d1.to(tl.float32) * k_b[:, None]
+    store_low(Q_ptr + R2, row, live, k0, k1, SQ, L2, L20, L21)
     store_column(Q_ptr + R2 + L2, row, live, k_b, SQ)
-    store_low(d_ptr, row, live, d0, d1, SD, L2, L20, L21)
-    store_column(d_ptr + L2, row, live, tl.full((T,), 1.0, tl.float32), SD)
-    store_column(d_ptr + L2 + 1, row, live, 1 / scale_b, SD)
-    dn0, dn1 = through_low_rank(dd0.to(n0.dtype), D_ptr, columns(0, L20), dn0, dn1, C, C0, C1, L2)
+    dd0, dd1 = load_low(dd_ptr, row, live, L2 + 16, L2, L20, L21)
+    ga_ptr = vectors_ptr + FORMS
+    dd0, dd1 = subtract_form(dd0, dd1, k0.to(kind), k1.to(kind), k_b, H_ptr, ga_ptr + C + L2, L2, L20, L21)
+    store_low(P_ptr + R2 + C + 1, row, live, dd0, dd1, SP, L2, L20, L21)
+    n0, n1 = load_rows(n_ptr, row, live, C + 16, C0, C1)
+    n0, n1 = (n0 * k_a[:, None]).to(kind), (n1 * k_a[:, None]).to(kind)
+    store_rows(P_ptr + R2, row, live, n0, n1, SP, C0, C1)
+    store_column(P_ptr + R2 + C, row, live, k_a, SP)
+    dn0, dn1 = load_rows(dn_ptr, row, live, C + 16, C0, C1)
+    dn0, dn1 = subtract_form(dn0, dn1, n0, n1, k_a, G_ptr, ga_ptr, C, C0, C1)
+    dn0, dn1 = through_low_rank(dd0.to(kind), D_ptr, columns(0, L20), dn0, dn1, C, C0, C1, L2)
     if L21 > 0:
-        dn0, dn1 = through_low_rank(dd1.to(n0.dtype), D_ptr, columns(L20, L21), dn0, dn1, C, C0, C1, L2)
-    norm_back(x_ptr, grad_ptr, out_ptr, n_ptr, sums_ptr + program * 3 * C, vectors_ptr, vectors_ptr + C, row, live,
-              mean, scale, dn0, dn1, SN, C, C0, C1)  # fmt: skip
+        dn0, dn1 = through_low_rank(dd1.to(kind), D_ptr, columns(L20, L21), dn0, dn1, C, C0, C1, L2)
+    norm_back(x_ptr, grad_ptr, out_ptr, sums_ptr + program * 2 * C, vectors_ptr, row, live, mean, scale, dn0, dn1,
+              C, C0, C1)  # fmt: skip
 
 
 @triton.jit
@@ -344,5 +379,8 @@ def lift_back(
             dn1 = tl.dot(du, tl.load(place + columns(C0, C1)[None, :], mask=inside, other=0.0), dn1)
     x0, x1 = load_rows(x_ptr, row, live, C, C0, C1)
     x0, x1, mean, scale = unit_rows(x0, x1, eps, C, C1)
-    norm_back(x_ptr, grad_ptr, out_ptr, n_ptr, sums_ptr + program * 2 * C, vectors_ptr, vectors_ptr + C, row, live,
-              mean, scale, dn0, dn1, SN, C, C0, C1)  # fmt: skip
+    n0, n1 = affine(x0, x1, vectors_ptr, vectors_ptr + C, C0, C1)
+    store_rows(n_ptr, row, live, n0, n1, SN, C0, C1)
+    store_column(n_ptr + C, row, live, tl.full((T,), 1.0, tl.float32), SN)
+    norm_back(x_ptr, grad_ptr, out_ptr, sums_ptr + program * 2 * C, vectors_ptr, row, live, mean, scale, dn0, dn1,
+              C, C0, C1)  # fmt: skip

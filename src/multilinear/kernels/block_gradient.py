@@ -33,24 +33,41 @@ def _second_layer(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The gradients of the value between the Mu-Layers and of everything in the second."""
     rows = mid.numel() // s.channels
-    tile = tiles(s)["mu2_back"]
+    tile = tiles(s)["mu2_open"]
     programs = triton.cdiv(rows, tile.tokens)
-    kernel = block_backward.mu2_back
-    fixed = constants(s, kernel.arg_names)
-    out, gy = torch.empty_like(mid), torch.empty_like(mid)
-    h, P, n, Q, d = (mid.new_empty(rows, width) for width in (s.rank2, *(fixed[x] for x in ("SP", "SN", "SQ", "SD"))))
-    sums = mid.new_empty(programs, 3, s.channels, dtype=torch.float32)
+    kernel = block_backward.mu2_open
+    gy, n, d = (mid.new_empty(rows, width) for width in (s.channels, s.channels + 16, s.low2 + 16))
+    stats, along = (mid.new_empty(rows, width, dtype=torch.float32) for width in (4, 1))
+    bias = mid.new_empty(programs, s.channels, dtype=torch.float32)
     kernel[(programs,)](
-        grad, mid, keep, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram, ready.vectors,
-        out, gy, h, P, n, Q, d, sums, rows, mid.shape[-3] * mid.shape[-2], eps, **fixed, DROP=keep is not None,
-        T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages, num_warps=tile.warps,
+        grad, mid, keep, ready.D2, ready.gram, ready.low_gram, ready.vectors, gy, n, d, stats, bias, rows,
+        mid.shape[-3] * mid.shape[-2], eps, **constants(s, kernel.arg_names), DROP=keep is not None,
+        T=tile.tokens, JC=chunk(s.channels), num_warps=tile.warps,
+    )  # fmt: skip
+    tile = tiles(s)["mu2_middle"]
+    kernel = block_backward.mu2_middle
+    fixed = constants(s, kernel.arg_names)
+    h, P, Q = (mid.new_empty(rows, width) for width in (s.rank2, fixed["SP"], fixed["SQ"]))
+    kernel[(triton.cdiv(rows, tile.tokens),)](
+        gy, n, d, ready.A2, ready.B2, ready.C2, h, P, Q, along, rows, **fixed,
+        T=tile.tokens, J=chunk(s.rank2, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
+    )  # fmt: skip
+    dn, dd = P[:, : s.rank2] @ ready.A2, Q[:, : s.rank2] @ ready.B2
+    tile = tiles(s)["mu2_close"]
+    programs = triton.cdiv(rows, tile.tokens)
+    kernel = block_backward.mu2_close
+    out = torch.empty_like(mid)
+    sums = mid.new_empty(programs, 2, s.channels, dtype=torch.float32)
+    kernel[(programs,)](
+        grad, mid, stats, along, n, d, dn, dd, ready.D2, ready.gram, ready.low_gram, ready.vectors, P, Q, out, sums,
+        rows, **constants(s, kernel.arg_names), T=tile.tokens, num_warps=tile.warps,
     )  # fmt: skip
     rank, channels, low = s.rank2, s.channels, s.low2
     product, low_product = _product(P, n), _product(Q, d)
     alpha, weight_b, bias_b = (named[f"mu2.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
     first = _through_norm(ready.first, product, named["mu2.norm_a.weight"])
     second = _through_norm(ready.second, low_product, alpha * weight_b)
-    scale_b, shift_b = (ready.second * low_product[:rank, : low + 1]).sum(1), low_product[:rank, low + 1]
+    scale_b, shift_b = (ready.second * low_product[:rank, : low + 1]).sum(1), low_product[:rank, low + 2 : low + 4].sum(1)
     low_rank = product[rank + channels + 1 :][:low]
     totals = sums.sum(0)
     return out, {
@@ -58,9 +75,9 @@ def _second_layer(
         "mu2.A.weight": first[:, :-1], "mu2.A.bias": first[:, -1],
         "mu2.D.weight": low_rank[:, :channels], "mu2.D.bias": low_rank[:, channels],
         "mu2.B.weight": second[:, :-1], "mu2.B.bias": second[:, -1],
-        "mu2.C.weight": _product(gy.view(rows, channels), h), "mu2.C.bias": totals[2],
+        "mu2.C.weight": _product(gy, h), "mu2.C.bias": bias.sum(0),
         "mu2.norm_a.weight": (ready.first * product[:rank, : channels + 1]).sum(1),
-        "mu2.norm_a.bias": product[:rank, channels + 1],
+        "mu2.norm_a.bias": product[:rank, channels + 2 : channels + 4].sum(1),
         "mu2.norm_b.weight": alpha * scale_b, "mu2.norm_b.bias": alpha * shift_b,
         "mu2.alpha": (weight_b * scale_b + bias_b * shift_b).sum(),
     }  # fmt: skip
