@@ -4,9 +4,15 @@
 """
 
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+# The parameters of a Poly-Block in the order in which its fused form takes them.
+_MU = ("A.weight", "A.bias", "D.weight", "D.bias", "B.weight", "B.bias", "C.weight", "C.bias",
+       "norm_a.weight", "norm_a.bias", "norm_b.weight", "norm_b.bias", "alpha")  # fmt: skip
+BLOCK_PARAMETERS = ("norm1.weight", "norm1.bias", *(f"{mu}.{name}" for mu in ("mu1", "mu2") for name in _MU))
 
 _enabled = os.environ.get("MULTILINEAR_KERNELS", "1") != "0"
 
@@ -52,4 +58,65 @@ def normed_product(
     from multilinear.kernels.product import fused_normed_product
 
     out: Tensor = fused_normed_product(a.contiguous(), b.contiguous(), *norm_a, *norm_b, alpha, eps)[0]
+    return out
+
+
+def block_dtype(x: Tensor) -> torch.dtype | None:
+    """The precision in which the fused block serves `x`, or None if the plain code does: 16 bits, autocast or not.
+
+    >>> block_dtype(torch.zeros(1)) is None
+    True
+    """
+    if not fused_for(x):
+        return None
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    return dtype if dtype in (torch.bfloat16, torch.float16) else None
+
+
+def block_serves(rows: int, channels: int, ranks: tuple[int, int], lows: tuple[int, int]) -> bool:
+    """Whether the fused block takes these sizes: tokens, channels, and both Mu-Layers' ranks and low ranks.
+
+    >>> callable(block_serves)
+    True
+    """
+    from multilinear.kernels.block import Sizes
+
+    sizes = Sizes(channels, ranks[0], lows[0], ranks[1], lows[1])
+    return sizes.served() and rows * (sizes.rank2 + channels + sizes.low2 + 8) < 2**31
+
+
+def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """What the fused block reads, from the parameters `BLOCK_PARAMETERS`.
+
+    >>> callable(prepare_block)
+    True
+    """
+    from multilinear.kernels.block import prepare
+
+    prepared: list[Tensor] = prepare([weight.detach() for weight in weights], dtype)
+    return prepared
+
+
+def poly_block(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    prepared: Sequence[Tensor],
+    kept: tuple[Tensor, Tensor] | None,
+    keep_border: bool,
+    eps: float,
+) -> Tensor:
+    """A whole Poly-Block with layer norms on (images, height, width, channels), forward and back. GPU only.
+
+    `kept` holds what each image's two branches are multiplied with.
+
+    >>> callable(poly_block)
+    True
+    """
+    from multilinear.kernels import block_gradient
+    from multilinear.kernels.block import poly_block as fused
+
+    assert block_gradient  # its import tells autograd the way back
+    save = torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights))
+    keep1, keep2 = kept or (None, None)
+    out: Tensor = fused(x.contiguous(), keep1, keep2, list(weights), list(prepared), keep_border, eps, save)[0]
     return out

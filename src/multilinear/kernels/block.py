@@ -8,12 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from multilinear.kernels import BLOCK_PARAMETERS as NAMES
 from multilinear.kernels import block_forward
-
-# The parameters of a block in the order in which the operator takes them.
-MU = ("A.weight", "A.bias", "D.weight", "D.bias", "B.weight", "B.bias", "C.weight", "C.bias",
-      "norm_a.weight", "norm_a.bias", "norm_b.weight", "norm_b.bias", "alpha")  # fmt: skip
-NAMES = ("norm1.weight", "norm1.bias", *(f"mu1.{name}" for name in MU), *(f"mu2.{name}" for name in MU))
 
 
 class Sizes(NamedTuple):
@@ -162,16 +158,16 @@ class Tile(NamedTuple):
 @lru_cache
 def tiles(s: Sizes) -> dict[str, Tile]:
     """Tiles of each kernel; measured on an H200."""
-    large = s.channels > 256
+    wide = s.channels > 192
+    widest = s.channels > 256
+    middle = s.channels > 128
     return {
-        "lift": Tile(64, 4, 64, 2),
-        "mu2": Tile(64, 8 if large else 4, 32, 2),
-        "mu1": Tile(64, 4, 32, 2),
-        "mu2_open": Tile(64, 8 if large else 4, 64, 1),
-        "mu2_middle": Tile(64, 4, 64, 2),
-        "mu2_close": Tile(64, 8, 64, 1),
-        "mu1_back": Tile(64, 8 if large else 4, 32, 2),
-        "lift_back": Tile(64, 8, 64, 2),
+        "lift": Tile(64, 4, 64, 3),
+        "mu1": Tile(64, 8 if widest else 4, 64, 2),
+        "mu2": Tile(64, 8, 32, 2) if widest else Tile(128, 8, 64, 2) if wide else Tile(64, 4, 32 if middle else 64, 2),
+        "mu2_open": Tile(64, 8 if wide else 4, 64, 1),
+        "mu2_middle": Tile(64, 8, 32, 1) if widest else Tile(64, 4, 32 if middle else 64, 2),
+        "mu1_back": Tile(64, 8 if widest else 4, 32, 2),
     }
 
 
@@ -183,8 +179,8 @@ def constants(s: Sizes, names: Sequence[str]) -> dict[str, int]:
         "C": s.channels, "C0": c[0], "C1": c[1], "R1": s.rank1, "R10": r1[0], "R11": r1[1],
         "L1": s.low1, "L10": l1[0], "L11": l1[1], "R2": s.rank2, "L2": s.low2, "L20": l2[0], "L21": l2[1],
         "U": s.rank1 + s.low1, "US": align(s.rank1 + s.low1), "MU1": place.mu1, "FORMS": place.forms,
-        "BIAS": place.bias, "ALIGNED": s.rank1 % 32 == 0, "SP": align(s.rank2 + s.channels + 1 + s.low2),
-        "SN": s.channels + 8, "SQ": align(s.rank2 + s.low2 + 1), "SD1": align(s.low1 + 1),
+        "BIAS": place.bias, "ALIGNED": s.rank1 % 32 == 0, "SP": s.rank2 + s.channels + 8 + s.low2,
+        "SQ": s.rank2 + s.low2 + 8, "SD1": align(s.low1 + 1),
     }  # fmt: skip
     return {name: known[name] for name in names if name in known}
 

@@ -1,12 +1,12 @@
 """Backward kernels of a Poly-Block: everything that is local to a token, computed again from what the way forward kept.
 
-`mu2_back` goes from the gradient of the block's output to that of the value between the Mu-Layers, `mu1_back` on to the
-shifted u, `lift_back` undoes the shift and goes on to the block's input. They write the factors of the gradients of the
-matrices; the products of those over all tokens are left to large matrix products.
+`mu2_open` and `mu2_middle` go from the gradient of the second Mu-Layer's output to those of its branches, `mu1_back`
+does so for the first, `unshift` undoes the shift and `norm_back` goes through the norm ahead of either. What remains are
+large products of matrices: of what is written here with the weights, and over all tokens.
 
 A layer norm's gradient, `E - mean(E) - p mean(E p)`, needs two means over the hidden width, which is visited in chunks.
-The first one vanishes in products with centred matrices. The second one follows after the last chunk: `A' p` is the
-gradient of the quadratic form that gave the variance.
+The first one vanishes in products with centred matrices. The second one is k, known after the last chunk, and `A' p` is
+the gradient of the quadratic form that gave the variance, so that k n joins P as further columns.
 """
 
 import triton
@@ -14,7 +14,6 @@ import triton.language as tl
 
 from multilinear.kernels.block_forward import (
     affine,
-    branch,
     columns,
     extras,
     gather,
@@ -27,7 +26,6 @@ from multilinear.kernels.block_forward import (
     pick,
     quadratic,
     quadratic_of_rows,
-    row_sum,
     spread,
     store_rows,
     unit_rows,
@@ -70,47 +68,6 @@ def load_low(ptr, row, live, STRIDE: tl.constexpr, L: tl.constexpr, L0: tl.const
         j = columns(L0, L1)
         d1 = tl.load(ptr + place + j[None, :], mask=live[:, None] & (j < L)[None, :], other=0.0)
     return d0, d1
-
-
-@triton.jit
-def subtract_form(
-    acc0, acc1, n0, n1, k, gram_ptr, linear_ptr, C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr
-):  # fmt: skip
-    """Subtract k times half the gradient, `G n + g / 2`, of a quadratic form, given k n."""
-    j = columns(0, C0)
-    linear = tl.load(linear_ptr + j, mask=j < C, other=0.0)[None, :]
-    acc0 -= multiply(n0, n1, gram_ptr, j, C, C0, C1, C, 1, C, C0 > C) + k[:, None] * linear / 2
-    if C1 > 0:
-        j = columns(C0, C1)
-        linear = tl.load(linear_ptr + j, mask=j < C, other=0.0)[None, :]
-        acc1 -= multiply(n0, n1, gram_ptr, j, C, C0, C1, C, 1, C, C0 + C1 > C) + k[:, None] * linear / 2
-    return acc0, acc1
-
-
-@triton.jit
-def norm_back(
-    x_ptr, grad_ptr, out_ptr, sums_ptr, weight_ptr, row, live, mean, scale, dn0, dn1,
-    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
-):  # fmt: skip
-    """Through the norm ahead of a Mu-Layer and along the shortcut; also the norm's own gradients."""
-    u0, u1 = load_rows(x_ptr, row, live, C, C0, C1)
-    u0 = (u0 - mean[:, None]) * scale[:, None]
-    u1 = (u1 - mean[:, None]) * scale[:, None]
-    if C1 == 0:
-        dn1 = dn0
-    dn0 = tl.where(live[:, None], dn0, 0.0)
-    dn1 = tl.where(live[:, None], dn1, 0.0)
-    store_sums(sums_ptr, dn0 * u0, dn1 * u1, C0, C1)
-    store_sums(sums_ptr + C, dn0, dn1, C0, C1)
-    dn0 *= tl.load(weight_ptr + columns(0, C0))[None, :]
-    if C1 > 0:
-        dn1 *= tl.load(weight_ptr + columns(C0, C1))[None, :]
-    level = row_sum(dn0, dn1, C1) / C
-    along = row_sum(dn0 * u0, dn1 * u1, C1) / C
-    g0, g1 = load_rows(grad_ptr, row, live, C, C0, C1)
-    g0 += (dn0 - level[:, None] - u0 * along[:, None]) * scale[:, None]
-    g1 += (dn1 - level[:, None] - u1 * along[:, None]) * scale[:, None]
-    store_rows(out_ptr, row, live, g0, g1, C, C0, C1)
 
 
 @triton.jit
@@ -158,12 +115,13 @@ def mu2_open(
 
 @triton.jit
 def mu2_middle(
-    gy_ptr, n_ptr, d_ptr, A_ptr, B_ptr, C_ptr, h_ptr, P_ptr, Q_ptr, along_ptr, rows,
+    gy_ptr, n_ptr, d_ptr, stats_ptr, A_ptr, B_ptr, C_ptr, h_ptr, P_ptr, Q_ptr, rows,
     C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
     R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr,
     SP: tl.constexpr, SQ: tl.constexpr, T: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Both branches again, the product h, and the gradients P and Q of the branches ahead of their scales."""
+    """Both branches again, the product h, and the gradients P and Q of the branches ahead of their scales; next to P
+    and Q what the norms take from them, as multiples k of n and d."""
     row = tl.program_id(0) * T + tl.arange(0, T)
     live = row < rows
     kind = n_ptr.dtype.element_ty
@@ -176,78 +134,38 @@ def mu2_middle(
     g0, g1 = load_rows(gy_ptr, row, live, C, C0, C1)
     g0, g1 = g0.to(kind), g1.to(kind)
     along = tl.zeros((T,), tl.float32)
+    shift_a = tl.zeros((T, 16), tl.float32)
+    shift_b = tl.zeros((T, 16), tl.float32)
     for start in tl.range(0, R2, J, num_stages=STAGES):
         j = columns(start, J)
-        first = branch(n0, n1, extra_a, A_ptr, j, C, C0, C1, R2)
-        second = branch(d0, d1, extra_b, B_ptr, j, L2, L20, L21, R2)
+        extras_A = load_matrix(A_ptr, columns(C, 16), j, C + 16, R2, 1, C + 16, False, False)
+        extras_B = load_matrix(B_ptr, columns(L2, 16), j, L2 + 16, R2, 1, L2 + 16, False, False)
+        first = tl.dot(extra_a, extras_A, multiply(n0, n1, A_ptr, j, C, C0, C1, R2, 1, C + 16, False))
+        second = tl.dot(extra_b, extras_B, multiply(d0, d1, B_ptr, j, L2, L20, L21, R2, 1, L2 + 16, False))
         dh = multiply(g0, g1, C_ptr, j, C, C0, C1, R2, R2, 1, False)
         h = first * second
         along += tl.sum(dh * h, 1)
+        p = (dh * second).to(kind)
+        q = (dh * first).to(kind)
         tl.store(h_ptr + row[:, None] * R2 + j[None, :], h.to(kind), mask=live[:, None])
-        tl.store(P_ptr + row[:, None] * SP + j[None, :], (dh * second).to(kind), mask=live[:, None])
-        tl.store(Q_ptr + row[:, None] * SQ + j[None, :], (dh * first).to(kind), mask=live[:, None])
-    tl.store(along_ptr + row, along, mask=live)
-
-
-@triton.jit
-def shift_share(ptr, row, live, STRIDE: tl.constexpr):
-    """What a gradient holds along the shift of a norm: two of the columns that the extras met."""
-    share = tl.load(ptr + row * STRIDE + 2, mask=live, other=0.0).to(tl.float32)
-    return share + tl.load(ptr + row * STRIDE + 4, mask=live, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def mu2_close(
-    grad_ptr, x_ptr, stats_ptr, along_ptr, n_ptr, d_ptr, dn_ptr, dd_ptr, D_ptr, G_ptr, H_ptr, vectors_ptr,
-    P_ptr, Q_ptr, out_ptr, sums_ptr, rows,
-    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
-    R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr, FORMS: tl.constexpr,
-    SP: tl.constexpr, SQ: tl.constexpr, T: tl.constexpr,
-):  # fmt: skip
-    """From P A and Q B to the gradient of the layer's input. What the norms took goes next to P and Q: k n and k, with
-    the gradient of d, and k d and k."""
-    program = tl.program_id(0)
-    row = program * T + tl.arange(0, T)
-    live = row < rows
-    kind = x_ptr.dtype.element_ty
-    mean = tl.load(stats_ptr + row * 4, mask=live, other=0.0)
-    scale = tl.load(stats_ptr + row * 4 + 1, mask=live, other=0.0)
+        tl.store(P_ptr + row[:, None] * SP + j[None, :], p, mask=live[:, None])
+        tl.store(Q_ptr + row[:, None] * SQ + j[None, :], q, mask=live[:, None])
+        shift_a = tl.dot(p, tl.trans(extras_A), shift_a)
+        shift_b = tl.dot(q, tl.trans(extras_B), shift_b)
+    # of the gradient along a branch only the part along its normed values counts, not that along the norm's shift
+    column = tl.arange(0, 16)[None, :]
+    shift = (column == 2) | (column == 4)
     scale_a = tl.load(stats_ptr + row * 4 + 2, mask=live, other=0.0)
     scale_b = tl.load(stats_ptr + row * 4 + 3, mask=live, other=0.0)
-    along = tl.load(along_ptr + row, mask=live, other=0.0)
-    k_a = (scale_a * along - shift_share(dn_ptr + C, row, live, C + 16)) * scale_a / R2
-    k_b = (scale_b * along - shift_share(dd_ptr + L2, row, live, L2 + 16)) * scale_b / R2
-    d0, d1 = load_low(d_ptr, row, live, L2 + 16, L2, L20, L21)
-    k0, k1 = d0.to(tl.float32) * k_b[:, None], d1.to(tl.float32) * k_b[:, None]
-    store_low(Q_ptr + R2, row, live, k0, k1, SQ, L2, L20, L21)
-    store_column(Q_ptr + R2 + L2, row, live, k_b, SQ)
-    dd0, dd1 = load_low(dd_ptr, row, live, L2 + 16, L2, L20, L21)
-    ga_ptr = vectors_ptr + FORMS
-    dd0, dd1 = subtract_form(dd0, dd1, k0.to(kind), k1.to(kind), k_b, H_ptr, ga_ptr + C + L2, L2, L20, L21)
-    store_low(P_ptr + R2 + C + 1, row, live, dd0, dd1, SP, L2, L20, L21)
+    k_a = ((scale_a * along - tl.sum(tl.where(shift, shift_a, 0.0), 1)) * scale_a / R2)[:, None]
+    k_b = ((scale_b * along - tl.sum(tl.where(shift, shift_b, 0.0), 1)) * scale_b / R2)[:, None]
     n0, n1 = load_rows(n_ptr, row, live, C + 16, C0, C1)
-    n0, n1 = (n0 * k_a[:, None]).to(kind), (n1 * k_a[:, None]).to(kind)
-    store_rows(P_ptr + R2, row, live, n0, n1, SP, C0, C1)
-    store_column(P_ptr + R2 + C, row, live, k_a, SP)
-    dn0, dn1 = load_rows(dn_ptr, row, live, C + 16, C0, C1)
-    dn0, dn1 = subtract_form(dn0, dn1, n0, n1, k_a, G_ptr, ga_ptr, C, C0, C1)
-    dn0, dn1 = through_low_rank(dd0.to(kind), D_ptr, columns(0, L20), dn0, dn1, C, C0, C1, L2)
-    if L21 > 0:
-        dn0, dn1 = through_low_rank(dd1.to(kind), D_ptr, columns(L20, L21), dn0, dn1, C, C0, C1, L2)
-    norm_back(x_ptr, grad_ptr, out_ptr, sums_ptr + program * 2 * C, vectors_ptr, row, live, mean, scale, dn0, dn1,
-              C, C0, C1)  # fmt: skip
-
-
-@triton.jit
-def through_low_rank(
-    dd, D_ptr, j, dn0, dn1, C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, L: tl.constexpr
-):  # fmt: skip
-    inside = (j < L)[:, None]
-    place = D_ptr + j[:, None] * C
-    dn0 = tl.dot(dd, tl.load(place + columns(0, C0)[None, :], mask=inside, other=0.0), dn0)
-    if C1 > 0:
-        dn1 = tl.dot(dd, tl.load(place + columns(C0, C1)[None, :], mask=inside, other=0.0), dn1)
-    return dn0, dn1
+    store_rows(P_ptr + R2, row, live, n0 * k_a, n1 * k_a, SP, C0, C1)
+    d0, d1 = load_low(d_ptr, row, live, L2 + 16, L2, L20, L21)
+    store_low(Q_ptr + R2, row, live, d0.to(tl.float32) * k_b, d1.to(tl.float32) * k_b, SQ, L2, L20, L21)
+    only = tl.arange(0, 8)[None, :] == 0
+    store_rows(P_ptr + R2 + C, row, live, tl.where(only, k_a, 0.0), k_a, SP, 8, 0)
+    store_rows(Q_ptr + R2 + L2, row, live, tl.where(only, k_b, 0.0), k_b, SQ, 8, 0)
 
 
 @triton.jit
@@ -340,47 +258,62 @@ def mu1_back(
 
 @triton.jit
 def unshift(
-    E_ptr, row, live, height, width, j, R1: tl.constexpr, L1: tl.constexpr, STRIDE: tl.constexpr, KEEP: tl.constexpr
+    E_ptr, du_ptr, rows, height, width,
+    R1: tl.constexpr, L1: tl.constexpr, US: tl.constexpr, KEEP: tl.constexpr, T: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
-    """Columns j of the gradient of u: each entry goes back to where it came from, and at the border it also stayed."""
+    """The gradient of u: each entry goes back to where it came from, and at the border it also stayed."""
+    row = tl.program_id(0) * T + tl.arange(0, T)
     a, b, c, d, _, _, _, _ = neighbours(row, height, width, KEEP)
-    quarter = tl.where(j < R1, (j * 4) // R1, ((j - R1) * 4) // L1)
-    # u moved down in the first quarter, so that its gradient comes from below: the second quarter's neighbour
-    came = pick(quarter, b, a, d, c)
-    stayed = pick(quarter, a, b, c, d) == 0
-    inside = live[:, None] & (j < R1 + L1)[None, :]
-    place = E_ptr + row[:, None] * STRIDE + j[None, :]
-    grad = tl.load(place + came * STRIDE, mask=inside & (came != 0), other=0.0).to(tl.float32)
-    if KEEP:
-        grad += tl.load(place, mask=inside & stayed, other=0.0).to(tl.float32)
-    return grad
+    for start in range(0, US, J):
+        j = columns(start, J)
+        quarter = tl.where(j < R1, (j * 4) // R1, ((j - R1) * 4) // L1)
+        # u moved down in the first quarter, so that its gradient comes from below: the second quarter's neighbour
+        came = pick(quarter, b, a, d, c)
+        inside = (row < rows)[:, None] & (j < R1 + L1)[None, :]
+        place = row[:, None] * US + j[None, :]
+        grad = tl.load(E_ptr + place + came * US, mask=inside & (came != 0), other=0.0).to(tl.float32)
+        if KEEP:
+            stayed = pick(quarter, a, b, c, d) == 0
+            grad += tl.load(E_ptr + place, mask=inside & stayed, other=0.0).to(tl.float32)
+        # past the last column zeros, as a matrix product reads them too
+        tl.store(du_ptr + place, grad.to(du_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (j < US)[None, :])
 
 
 @triton.jit
-def lift_back(
-    E_ptr, x_ptr, grad_ptr, AD_ptr, vectors_ptr, du_ptr, n_ptr, out_ptr, sums_ptr, rows, height, width, eps,
-    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, R1: tl.constexpr, L1: tl.constexpr, US: tl.constexpr,
-    SN: tl.constexpr, KEEP: tl.constexpr, T: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
+def norm_back(
+    dn_ptr, x_ptr, grad_ptr, vectors_ptr, out_ptr, n_ptr, sums_ptr, rows, eps,
+    C: tl.constexpr, SN: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """From E to the gradient of the block's input; and du and n, whose product is the gradient of [A1 | D1]."""
+    """Through the norm ahead of a Mu-Layer and along the shortcut; the norm's own gradients; if asked its output."""
     program = tl.program_id(0)
-    row = program * T + tl.arange(0, T)
-    live = row < rows
-    dn0 = tl.zeros((T, C0), tl.float32)
-    dn1 = tl.zeros((T, C1 if C1 > 0 else 16), tl.float32)
-    for start in tl.range(0, R1 + L1, J, num_stages=STAGES):
-        j = columns(start, J)
-        du = unshift(E_ptr, row, live, height, width, j, R1, L1, US, KEEP).to(x_ptr.dtype.element_ty)
-        tl.store(du_ptr + row[:, None] * US + j[None, :], du, mask=live[:, None] & (j < R1 + L1)[None, :])
-        inside = (j < R1 + L1)[:, None]
-        place = AD_ptr + j[:, None] * C
-        dn0 = tl.dot(du, tl.load(place + columns(0, C0)[None, :], mask=inside, other=0.0), dn0)
-        if C1 > 0:
-            dn1 = tl.dot(du, tl.load(place + columns(C0, C1)[None, :], mask=inside, other=0.0), dn1)
-    x0, x1 = load_rows(x_ptr, row, live, C, C0, C1)
-    x0, x1, mean, scale = unit_rows(x0, x1, eps, C, C1)
-    n0, n1 = affine(x0, x1, vectors_ptr, vectors_ptr + C, C0, C1)
-    store_rows(n_ptr, row, live, n0, n1, SN, C0, C1)
-    store_column(n_ptr + C, row, live, tl.full((T,), 1.0, tl.float32), SN)
-    norm_back(x_ptr, grad_ptr, out_ptr, sums_ptr + program * 2 * C, vectors_ptr, row, live, mean, scale, dn0, dn1,
-              C, C0, C1)  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < C
+    weight = tl.load(vectors_ptr + column, mask=inside, other=0.0)[None, :]
+    bias = tl.load(vectors_ptr + C + column, mask=inside, other=0.0)[None, :]
+    sum_weight = tl.zeros((BLOCK,), tl.float32)
+    sum_bias = tl.zeros((BLOCK,), tl.float32)
+    for start in range(program * T, rows, tl.num_programs(0) * T):
+        row = start + tl.arange(0, T)
+        mask = (row < rows)[:, None] & inside[None, :]
+        place = row[:, None] * C + column[None, :]
+        x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        dn = tl.load(dn_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        x = tl.where(mask, x - (tl.sum(x, 1) / C)[:, None], 0.0)
+        scale = (1 / tl.sqrt(tl.sum(x * x, 1) / C + eps))[:, None]
+        x *= scale
+        sum_weight += tl.sum(dn * x, 0)
+        sum_bias += tl.sum(dn, 0)
+        if WRITE:
+            n = x * weight + bias
+            place_n = n_ptr + row[:, None] * SN + column[None, :]
+            tl.store(place_n, n.to(n_ptr.dtype.element_ty), mask=mask)
+            ones = tl.full((T,), 1.0, tl.float32)
+            store_column(n_ptr + C, row, row < rows, ones, SN)
+        dn *= weight
+        level = (tl.sum(dn, 1) / C)[:, None]
+        along = (tl.sum(dn * x, 1) / C)[:, None]
+        grad += (dn - level - x * along) * scale
+        tl.store(out_ptr + place, grad.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(sums_ptr + program * 2 * C + column, sum_weight, mask=inside)
+    tl.store(sums_ptr + program * 2 * C + C + column, sum_bias, mask=inside)

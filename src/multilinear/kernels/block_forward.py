@@ -181,7 +181,9 @@ def gather(
     source = row[:, None] + pick(quarter, a, b, c, d)
     inside = live[:, None] & (j < R)[None, :]
     if not KEEP:
-        inside = inside & (pick(quarter, in_a.to(tl.int32), in_b.to(tl.int32), in_c.to(tl.int32), in_d.to(tl.int32)) > 0)
+        inside = inside & (
+            pick(quarter, in_a.to(tl.int32), in_b.to(tl.int32), in_c.to(tl.int32), in_d.to(tl.int32)) > 0
+        )
     place = source * STRIDE + (first + j)[None, :]
     if ALIGNED:  # eight channels always move together
         place = tl.max_contiguous(tl.multiple_of(place, [1, 8]), [1, 8])

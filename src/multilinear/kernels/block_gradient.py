@@ -37,7 +37,7 @@ def _second_layer(
     programs = triton.cdiv(rows, tile.tokens)
     kernel = block_backward.mu2_open
     gy, n, d = (mid.new_empty(rows, width) for width in (s.channels, s.channels + 16, s.low2 + 16))
-    stats, along = (mid.new_empty(rows, width, dtype=torch.float32) for width in (4, 1))
+    stats = mid.new_empty(rows, 4, dtype=torch.float32)
     bias = mid.new_empty(programs, s.channels, dtype=torch.float32)
     kernel[(programs,)](
         grad, mid, keep, ready.D2, ready.gram, ready.low_gram, ready.vectors, gy, n, d, stats, bias, rows,
@@ -49,27 +49,22 @@ def _second_layer(
     fixed = constants(s, kernel.arg_names)
     h, P, Q = (mid.new_empty(rows, width) for width in (s.rank2, fixed["SP"], fixed["SQ"]))
     kernel[(triton.cdiv(rows, tile.tokens),)](
-        gy, n, d, ready.A2, ready.B2, ready.C2, h, P, Q, along, rows, **fixed,
+        gy, n, d, stats, ready.A2, ready.B2, ready.C2, h, P, Q, rows, **fixed,
         T=tile.tokens, J=chunk(s.rank2, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    dn, dd = P[:, : s.rank2] @ ready.A2, Q[:, : s.rank2] @ ready.B2
-    tile = tiles(s)["mu2_close"]
-    programs = triton.cdiv(rows, tile.tokens)
-    kernel = block_backward.mu2_close
-    out = torch.empty_like(mid)
-    sums = mid.new_empty(programs, 2, s.channels, dtype=torch.float32)
-    kernel[(programs,)](
-        grad, mid, stats, along, n, d, dn, dd, ready.D2, ready.gram, ready.low_gram, ready.vectors, P, Q, out, sums,
-        rows, **constants(s, kernel.arg_names), T=tile.tokens, num_warps=tile.warps,
-    )  # fmt: skip
+    torch.mm(Q, _backward_matrix(ready.B2, ready.low_gram, ready.second), out=P[:, -s.low2 :])
+    dn = P @ torch.cat([_backward_matrix(ready.A2, ready.gram, ready.first), ready.D2])
+    out, totals, _ = _through_shared_norm(dn, mid, grad, ready, s, eps, write=False)
     rank, channels, low = s.rank2, s.channels, s.low2
     product, low_product = _product(P, n), _product(Q, d)
     alpha, weight_b, bias_b = (named[f"mu2.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
     first = _through_norm(ready.first, product, named["mu2.norm_a.weight"])
     second = _through_norm(ready.second, low_product, alpha * weight_b)
-    scale_b, shift_b = (ready.second * low_product[:rank, : low + 1]).sum(1), low_product[:rank, low + 2 : low + 4].sum(1)
-    low_rank = product[rank + channels + 1 :][:low]
-    totals = sums.sum(0)
+    scale_b, shift_b = (
+        (ready.second * low_product[:rank, : low + 1]).sum(1),
+        low_product[:rank, low + 2 : low + 4].sum(1),
+    )
+    low_rank = product[-low:]
     return out, {
         "norm1.weight": totals[0], "norm1.bias": totals[1],
         "mu2.A.weight": first[:, :-1], "mu2.A.bias": first[:, -1],
@@ -81,6 +76,32 @@ def _second_layer(
         "mu2.norm_b.weight": alpha * scale_b, "mu2.norm_b.bias": alpha * shift_b,
         "mu2.alpha": (weight_b * scale_b + bias_b * shift_b).sum(),
     }  # fmt: skip
+
+
+def _backward_matrix(matrix: Tensor, gram: Tensor, centred: Tensor) -> Tensor:
+    """What [gradient | k n | k, 0...] is multiplied with to become the gradient of n."""
+    width = len(gram)
+    # half the linear term of the form, A' a, is the last column of the whole Gram matrix
+    linear = centred[:, :-1].T @ centred[:, -1]
+    last = torch.cat([-linear[None].to(gram.dtype), gram.new_zeros(7, width)])
+    return torch.cat([matrix[:, :width], -gram, last])
+
+
+def _through_shared_norm(
+    dn: Tensor, x: Tensor, grad: Tensor, ready: Prepared, s: Sizes, eps: float, *, write: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of x, those of the norm's weight and bias, and the norm's output next to a column of ones."""
+    rows = x.numel() // s.channels
+    block = triton.next_power_of_2(s.channels)
+    tile = max(1, 2048 // block)
+    programs = min(1056, triton.cdiv(rows, tile))
+    out, n = torch.empty_like(x), x.new_empty((rows, s.channels + 8) if write else 0)
+    sums = x.new_empty(programs, 2, s.channels, dtype=torch.float32)
+    block_backward.norm_back[(programs,)](
+        dn, x, grad, ready.vectors, out, n, sums, rows, eps, C=s.channels, SN=s.channels + 8, WRITE=write, BLOCK=block,
+        T=tile, num_warps=4,
+    )  # fmt: skip
+    return out, sums.sum(0), n
 
 
 def _through_norm(matrix: Tensor, product: Tensor, weight: Tensor) -> Tensor:
@@ -110,17 +131,14 @@ def _first_layer(
         num_warps=tile.warps,
     )  # fmt: skip
     totals = sums.sum(0)
-    tile = tiles(s)["lift_back"]
-    programs = triton.cdiv(rows, tile.tokens)
-    kernel = block_backward.lift_back
-    out, du, n = torch.empty_like(x), torch.empty_like(u), x.new_empty(rows, channels + 8)
-    sums = x.new_empty(programs, 2, channels, dtype=torch.float32)
-    kernel[(programs,)](
-        E, x, grad, ready.lifting, ready.vectors, du, n, out, sums, rows, height, width, eps,
-        **constants(s, kernel.arg_names), KEEP=keep_border, T=tile.tokens, J=tile.chunk, STAGES=tile.stages,
-        num_warps=tile.warps,
+    du = torch.empty_like(u)
+    kernel = block_backward.unshift
+    kernel[(triton.cdiv(rows, 32),)](
+        E, du, rows, height, width, **constants(s, kernel.arg_names), KEEP=keep_border, T=32, J=64, num_warps=4,
     )  # fmt: skip
-    lifting, factor, norm = _product(du, n), _product(db, d), sums.sum(0)
+    dn = du[:, : rank + low] @ ready.lifting
+    out, norm, n = _through_shared_norm(dn, x, grad, ready, s, eps, write=True)
+    lifting, factor = _product(du, n), _product(db, d)
     scale_a, shift_a, scale_b, shift_b = totals[: 4 * rank].view(4, rank)
     alpha, weight_b, bias_b = (named[f"mu1.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
     return out, {
