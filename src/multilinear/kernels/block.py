@@ -158,16 +158,14 @@ class Tile(NamedTuple):
 @lru_cache
 def tiles(s: Sizes) -> dict[str, Tile]:
     """Tiles of each kernel; measured on an H200."""
-    wide = s.channels > 192
-    widest = s.channels > 256
-    middle = s.channels > 128
+    c = s.channels
     return {
-        "lift": Tile(64, 4, 64, 3),
-        "mu1": Tile(64, 8 if widest else 4, 64, 2),
-        "mu2": Tile(64, 8, 32, 2) if widest else Tile(128, 8, 64, 2) if wide else Tile(64, 4, 32 if middle else 64, 2),
-        "mu2_open": Tile(64, 8 if wide else 4, 64, 1),
-        "mu2_middle": Tile(64, 8, 32, 1) if widest else Tile(64, 4, 32 if middle else 64, 2),
-        "mu1_back": Tile(64, 8 if widest else 4, 32, 2),
+        "lift": Tile(64, 4, 64, 1 if c <= 128 else 3),
+        "mu1": Tile(64, 8 if c > 256 else 4, 64, 2 if c == 64 else 1),
+        "mu2": Tile(64, 4, 64 if c > 64 else 32, 2 + (c == 64)) if c <= 128 else Tile(128, 8, 64 if c > 192 else 32, 3 - (c > 192)),
+        "mu2_open": Tile(64, 4, 64, 1),
+        "mu2_middle": Tile(64, 4, 64 if c <= 128 else 32 if c <= 256 else 16, 2),
+        "mu1_back": Tile(64, 4, 32, 2),
     }
 
 

@@ -19,6 +19,7 @@ from multilinear.kernels.block_forward import (
     gather,
     gather_rows,
     load_matrix,
+    load_floats,
     load_rows,
     low_rank,
     multiply,
@@ -83,7 +84,7 @@ def mu2_open(
     program = tl.program_id(0)
     row = program * T + tl.arange(0, T)
     live = row < rows
-    x0, x1 = load_rows(x_ptr, row, live, C, C0, C1)
+    x0, x1 = load_floats(x_ptr, row, live, C, C0, C1)
     x0, x1, mean, scale = unit_rows(x0, x1, eps, C, C1)
     x0, x1 = affine(x0, x1, vectors_ptr, vectors_ptr + C, C0, C1)
     n0, n1 = x0.to(x_ptr.dtype.element_ty), x1.to(x_ptr.dtype.element_ty)
@@ -103,7 +104,7 @@ def mu2_open(
     tl.store(stats_ptr + row * 4 + 1, scale, mask=live)
     tl.store(stats_ptr + row * 4 + 2, scale_a, mask=live)
     tl.store(stats_ptr + row * 4 + 3, scale_b, mask=live)
-    g0, g1 = load_rows(grad_ptr, row, live, C, C0, C1)
+    g0, g1 = load_floats(grad_ptr, row, live, C, C0, C1)
     if DROP:
         keep = tl.load(keep_ptr + row // tokens, mask=live, other=0.0)[:, None]
         g0 *= keep
@@ -126,13 +127,10 @@ def mu2_middle(
     live = row < rows
     kind = n_ptr.dtype.element_ty
     n0, n1 = load_rows(n_ptr, row, live, C + 16, C0, C1)
-    n0, n1 = n0.to(kind), n1.to(kind)
     d0, d1 = load_low(d_ptr, row, live, L2 + 16, L2, L20, L21)
     extra_a, _ = load_rows(n_ptr + C, row, live, C + 16, 16, 0)
     extra_b, _ = load_rows(d_ptr + L2, row, live, L2 + 16, 16, 0)
-    extra_a, extra_b = extra_a.to(kind), extra_b.to(kind)
     g0, g1 = load_rows(gy_ptr, row, live, C, C0, C1)
-    g0, g1 = g0.to(kind), g1.to(kind)
     along = tl.zeros((T,), tl.float32)
     shift_a = tl.zeros((T, 16), tl.float32)
     shift_b = tl.zeros((T, 16), tl.float32)
@@ -159,7 +157,7 @@ def mu2_middle(
     scale_b = tl.load(stats_ptr + row * 4 + 3, mask=live, other=0.0)
     k_a = ((scale_a * along - tl.sum(tl.where(shift, shift_a, 0.0), 1)) * scale_a / R2)[:, None]
     k_b = ((scale_b * along - tl.sum(tl.where(shift, shift_b, 0.0), 1)) * scale_b / R2)[:, None]
-    n0, n1 = load_rows(n_ptr, row, live, C + 16, C0, C1)
+    n0, n1 = load_floats(n_ptr, row, live, C + 16, C0, C1)
     store_rows(P_ptr + R2, row, live, n0 * k_a, n1 * k_a, SP, C0, C1)
     d0, d1 = load_low(d_ptr, row, live, L2 + 16, L2, L20, L21)
     store_low(Q_ptr + R2, row, live, d0.to(tl.float32) * k_b, d1.to(tl.float32) * k_b, SQ, L2, L20, L21)
@@ -203,7 +201,7 @@ def mu1_back(
     mean = tl.load(stats_ptr + row * 3, mask=live, other=0.0)
     scale_a = tl.load(stats_ptr + row * 3 + 1, mask=live, other=0.0)
     scale_b = tl.load(stats_ptr + row * 3 + 2, mask=live, other=0.0)
-    g0, g1 = load_rows(grad_ptr, row, live, C, C0, C1)
+    g0, g1 = load_floats(grad_ptr, row, live, C, C0, C1)
     if DROP:
         keep = tl.load(keep_ptr + row // (height * width), mask=live, other=0.0)[:, None]
         g0 *= keep
@@ -259,24 +257,37 @@ def mu1_back(
 @triton.jit
 def unshift(
     E_ptr, du_ptr, rows, height, width,
-    R1: tl.constexpr, L1: tl.constexpr, US: tl.constexpr, KEEP: tl.constexpr, T: tl.constexpr, J: tl.constexpr,
+    R1: tl.constexpr, L1: tl.constexpr, US: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+    T: tl.constexpr, J: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """The gradient of u: each entry goes back to where it came from, and at the border it also stayed."""
     row = tl.program_id(0) * T + tl.arange(0, T)
+    live = row < rows
+    for start in range(0, R1, J):
+        unshift_columns(E_ptr, du_ptr, row, live, height, width, 0, columns(start, J), R1, R1, US, KEEP, ALIGNED)
+    # past the last column zeros, as a matrix product reads them too
+    unshift_columns(E_ptr, du_ptr, row, live, height, width, R1, columns(0, LOW), L1, US - R1, US, KEEP, False)
+
+
+@triton.jit
+def unshift_columns(
+    E_ptr, du_ptr, row, live, height, width, first, j, R: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
+    KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
     a, b, c, d, _, _, _, _ = neighbours(row, height, width, KEEP)
-    for start in range(0, US, J):
-        j = columns(start, J)
-        quarter = tl.where(j < R1, (j * 4) // R1, ((j - R1) * 4) // L1)
-        # u moved down in the first quarter, so that its gradient comes from below: the second quarter's neighbour
-        came = pick(quarter, b, a, d, c)
-        inside = (row < rows)[:, None] & (j < R1 + L1)[None, :]
-        place = row[:, None] * US + j[None, :]
-        grad = tl.load(E_ptr + place + came * US, mask=inside & (came != 0), other=0.0).to(tl.float32)
-        if KEEP:
-            stayed = pick(quarter, a, b, c, d) == 0
-            grad += tl.load(E_ptr + place, mask=inside & stayed, other=0.0).to(tl.float32)
-        # past the last column zeros, as a matrix product reads them too
-        tl.store(du_ptr + place, grad.to(du_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (j < US)[None, :])
+    quarter = (j * 4) // R
+    # u moved down in the first quarter, so that its gradient comes from below: the second quarter's neighbour
+    came = pick(quarter, b, a, d, c)
+    inside = live[:, None] & (j < R)[None, :]
+    here = row[:, None] * STRIDE + (first + j)[None, :]
+    place = here + came * STRIDE
+    if ALIGNED:  # eight channels always move together
+        place = tl.max_contiguous(tl.multiple_of(place, [1, 8]), [1, 8])
+    grad = tl.load(E_ptr + place, mask=inside & (came != 0), other=0.0).to(tl.float32)
+    if KEEP:
+        stayed = pick(quarter, a, b, c, d) == 0
+        grad += tl.load(E_ptr + here, mask=inside & stayed, other=0.0).to(tl.float32)
+    tl.store(du_ptr + here, grad.to(du_ptr.dtype.element_ty), mask=live[:, None] & (j < WIDTH)[None, :])
 
 
 @triton.jit

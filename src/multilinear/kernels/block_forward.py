@@ -20,13 +20,19 @@ def columns(start, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, row, live, STRIDE: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr):
-    """A tile of rows in float32, in two parts; the second is the first again where there is none."""
+    """A tile of rows in two parts; the second is the first again where there is none."""
     place = row[:, None] * STRIDE
-    x0 = tl.load(ptr + place + columns(0, C0)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+    x0 = tl.load(ptr + place + columns(0, C0)[None, :], mask=live[:, None], other=0.0)
     x1 = x0
     if C1 > 0:
-        x1 = tl.load(ptr + place + columns(C0, C1)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        x1 = tl.load(ptr + place + columns(C0, C1)[None, :], mask=live[:, None], other=0.0)
     return x0, x1
+
+
+@triton.jit
+def load_floats(ptr, row, live, STRIDE: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr):
+    x0, x1 = load_rows(ptr, row, live, STRIDE, C0, C1)
+    return x0.to(tl.float32), x1.to(tl.float32)
 
 
 @triton.jit
@@ -199,7 +205,7 @@ def lift(
     """u = [A1 | D1] norm(x) + bias."""
     row = tl.program_id(0) * T + tl.arange(0, T)
     live = row < rows
-    x0, x1 = load_rows(x_ptr, row, live, C, C0, C1)
+    x0, x1 = load_floats(x_ptr, row, live, C, C0, C1)
     x0, x1, mean, scale = unit_rows(x0, x1, eps, C, C1)
     x0, x1 = affine(x0, x1, vectors_ptr, vectors_ptr + C, C0, C1)
     n0, n1 = x0.to(x_ptr.dtype.element_ty), x1.to(x_ptr.dtype.element_ty)
@@ -306,7 +312,7 @@ def mu2(
     """x plus the second Mu-Layer of norm(x)."""
     row = tl.program_id(0) * T + tl.arange(0, T)
     live = row < rows
-    x0, x1 = load_rows(x_ptr, row, live, C, C0, C1)
+    x0, x1 = load_floats(x_ptr, row, live, C, C0, C1)
     x0, x1, mean, scale = unit_rows(x0, x1, eps, C, C1)
     x0, x1 = affine(x0, x1, vectors_ptr, vectors_ptr + C, C0, C1)
     n0, n1 = x0.to(x_ptr.dtype.element_ty), x1.to(x_ptr.dtype.element_ty)
@@ -337,7 +343,7 @@ def add_branch(
     DROP: tl.constexpr, C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
 ):  # fmt: skip
     """Write x plus the branch (y0, y1) and its bias, scaled by the stochastic depth of each image."""
-    x0, x1 = load_rows(x_ptr, row, live, C, C0, C1)
+    x0, x1 = load_floats(x_ptr, row, live, C, C0, C1)
     y0 += tl.load(bias_ptr + columns(0, C0))[None, :]
     if C1 > 0:
         y1 += tl.load(bias_ptr + columns(C0, C1))[None, :]
