@@ -147,12 +147,14 @@ def offsets(s: Sizes) -> Offsets:
 
 
 class Tile(NamedTuple):
-    """Tokens of a tile, warps, hidden channels of a chunk, and chunks on their way from memory."""
+    """Tokens of a tile, warps, hidden channels of a chunk, chunks on their way from memory, and tiles at a time on one
+    processor."""
 
     tokens: int
     warps: int
     chunk: int
     stages: int
+    resident: int = 1
 
 
 @lru_cache
@@ -162,9 +164,8 @@ def tiles(s: Sizes) -> dict[str, Tile]:
     return {
         "lift": Tile(64, 4, 64, 1 if c <= 128 else 3),
         "mu1": Tile(64, 8 if c > 256 else 4, 64, 2 if c == 64 else 1),
-        "mu2": Tile(64, 4, 64 if c > 64 else 32, 2 + (c == 64)) if c <= 128 else Tile(128, 8, 64 if c > 192 else 32, 3 - (c > 192)),
-        "mu2_open": Tile(64, 4, 64, 1),
-        "mu2_middle": Tile(64, 4, 64 if c <= 128 else 32 if c <= 256 else 16, 2),
+        "mu2": Tile(64, 4, 32, 3, 3) if c <= 64 else Tile(64, 4, 64, 2, 2) if c <= 128 else Tile(128, 8, 64 if c < 256 else 32, 2),
+        "mu2_back": Tile(64, 4, 64, 2) if c <= 64 else Tile(128, 8, 32, 3) if c <= 192 else Tile(64, 4, 32 if c <= 256 else 16, 2),
         "mu1_back": Tile(64, 4, 32, 2),
     }
 
@@ -176,6 +177,7 @@ def constants(s: Sizes, names: Sequence[str]) -> dict[str, int]:
     known = {
         "C": s.channels, "C0": c[0], "C1": c[1], "R1": s.rank1, "R10": r1[0], "R11": r1[1],
         "L1": s.low1, "L10": l1[0], "L11": l1[1], "R2": s.rank2, "L2": s.low2, "L20": l2[0], "L21": l2[1],
+        "X20": parts(s.low2 + 16)[0], "X21": parts(s.low2 + 16)[1],
         "U": s.rank1 + s.low1, "US": align(s.rank1 + s.low1), "MU1": place.mu1, "FORMS": place.forms,
         "BIAS": place.bias, "ALIGNED": s.rank1 % 32 == 0, "SP": s.rank2 + s.channels + 8 + s.low2,
         "SQ": s.rank2 + s.low2 + 8, "SD1": align(s.low1 + 1),
@@ -193,15 +195,15 @@ def poly_block(
     keep_border: bool,
     eps: float,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, statistics."""
+) -> tuple[Tensor, list[Tensor]]:
+    """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, the first one's
+    statistics, what the second's branches read, and its statistics."""
     s, ready = sizes_of(weights), Prepared(*prepared)
     height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
     u = x.new_empty(rows, align(s.rank1 + s.low1))
-    out = torch.empty_like(x)
-    mid = torch.empty_like(x)
-    stats = x.new_empty((rows, 3) if save else 0, dtype=torch.float32)
+    out, mid = torch.empty_like(x), torch.empty_like(x)
+    stats1, stats2 = (x.new_empty((rows, 3) if save else 0, dtype=torch.float32) for _ in range(2))
     tile = tiles(s)["lift"]
     kernel = block_forward.lift
     kernel[(triton.cdiv(rows, tile.tokens),)](
@@ -211,26 +213,37 @@ def poly_block(
     tile = tiles(s)["mu1"]
     kernel = block_forward.mu1
     kernel[(triton.cdiv(rows, tile.tokens),)](
-        x, u, mid, stats, keep1, ready.B1, ready.C1, ready.vectors, rows, height, width, eps,
+        x, u, mid, stats1, keep1, ready.B1, ready.C1, ready.vectors, rows, height, width, eps,
         **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep1 is not None,
         T=tile.tokens, J=chunk(s.rank1, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     tile = tiles(s)["mu2"]
     kernel = block_forward.mu2
-    kernel[(triton.cdiv(rows, tile.tokens),)](
-        mid, out, keep2, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram, ready.vectors, rows,
-        height * width, eps, **constants(s, kernel.arg_names), DROP=keep2 is not None,
+    programs = triton.cdiv(rows, tile.tokens)
+    if not save:
+        programs = min(programs, tile.resident * _processors(x.device))
+    n, d = (x.new_empty(rows if save else programs * tile.tokens, wide + 16) for wide in (s.channels, s.low2))
+    kernel[(programs,)](
+        mid, out, keep2, n, d, stats2, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram,
+        ready.vectors, rows, height * width, eps, **constants(s, kernel.arg_names), DROP=keep2 is not None, TRAIN=save,
         T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    return (out, u, mid, stats) if save else (out, *(x.new_empty(0) for _ in range(2)), stats)
+    return out, [u, mid, stats1, n, d, stats2] if save else []
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @poly_block.register_fake
 def _(
     x: Tensor, keep1: Any, keep2: Any, weights: Sequence[Tensor], prepared: Any, keep_border: Any, eps: Any, save: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, list[Tensor]]:
     s = sizes_of(weights)
     rows = x.numel() // s.channels
-    saved = [(rows, align(s.rank1 + s.low1)), x.shape, (rows, 3)] if save else [(0,), (0,), (0,)]
-    u, mid = (x.new_empty(shape) for shape in saved[:2])
-    return torch.empty_like(x), u, mid, x.new_empty(saved[2], dtype=torch.float32)
+    if not save:
+        return torch.empty_like(x), []
+    stats1, stats2 = (x.new_empty(rows, 3, dtype=torch.float32) for _ in range(2))
+    u, n, d = (x.new_empty(rows, wide) for wide in (align(s.rank1 + s.low1), s.channels + 16, s.low2 + 16))
+    return torch.empty_like(x), [u, torch.empty_like(x), stats1, n, d, stats2]

@@ -1,7 +1,7 @@
 """Backward kernels of a Poly-Block: everything that is local to a token, computed again from what the way forward kept.
 
-`mu2_open` and `mu2_middle` go from the gradient of the second Mu-Layer's output to those of its branches, `mu1_back`
-does so for the first, `unshift` undoes the shift and `norm_back` goes through the norm ahead of either. What remains are
+`mu2_back` goes from the gradient of the second Mu-Layer's output to those of its branches, `mu1_back` does so for the
+first, `unshift` undoes the shift and `norm_back` goes through the norm ahead of either. What remains are
 large products of matrices: of what is written here with the weights, and over all tokens.
 
 A layer norm's gradient, `E - mean(E) - p mean(E p)`, needs two means over the hidden width, which is visited in chunks.
@@ -13,32 +13,20 @@ import triton
 import triton.language as tl
 
 from multilinear.kernels.block_forward import (
-    affine,
     columns,
-    extras,
     gather,
     gather_rows,
-    load_matrix,
     load_floats,
+    load_low,
+    load_matrix,
     load_rows,
-    low_rank,
     multiply,
     neighbours,
     pick,
-    quadratic,
-    quadratic_of_rows,
     spread,
+    store_low,
     store_rows,
-    unit_rows,
 )
-
-
-@triton.jit
-def store_sums(ptr, x0, x1, C0: tl.constexpr, C1: tl.constexpr):
-    """Sums over the rows of a tile."""
-    tl.store(ptr + columns(0, C0), tl.sum(x0, 0))
-    if C1 > 0:
-        tl.store(ptr + columns(C0, C1), tl.sum(x1, 0))
 
 
 @triton.jit
@@ -47,78 +35,10 @@ def store_column(ptr, row, live, x, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def store_low(
-    ptr, row, live, d0, d1, STRIDE: tl.constexpr, L: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr
-):  # fmt: skip
-    """Rows of a width L that its parts may exceed."""
-    j = columns(0, L0)
-    place = row[:, None] * STRIDE
-    tl.store(ptr + place + j[None, :], d0.to(ptr.dtype.element_ty), mask=live[:, None] & (j < L)[None, :])
-    if L1 > 0:
-        j = columns(L0, L1)
-        tl.store(ptr + place + j[None, :], d1.to(ptr.dtype.element_ty), mask=live[:, None] & (j < L)[None, :])
-
-
-@triton.jit
-def load_low(ptr, row, live, STRIDE: tl.constexpr, L: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr):
-    j = columns(0, L0)
-    place = row[:, None] * STRIDE
-    d0 = tl.load(ptr + place + j[None, :], mask=live[:, None] & (j < L)[None, :], other=0.0)
-    d1 = d0
-    if L1 > 0:
-        j = columns(L0, L1)
-        d1 = tl.load(ptr + place + j[None, :], mask=live[:, None] & (j < L)[None, :], other=0.0)
-    return d0, d1
-
-
-@triton.jit
-def mu2_open(
-    grad_ptr, x_ptr, keep_ptr, D_ptr, G_ptr, H_ptr, vectors_ptr, gy_ptr, n_ptr, d_ptr, stats_ptr, sums_ptr,
-    rows, tokens, eps,
+def mu2_back(
+    grad_ptr, n_ptr, d_ptr, stats_ptr, A_ptr, B_ptr, C_ptr, h_ptr, P_ptr, Q_ptr, rows,
     C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
-    R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr, FORMS: tl.constexpr,
-    DROP: tl.constexpr, T: tl.constexpr, JC: tl.constexpr,
-):  # fmt: skip
-    """What both branches of the second Mu-Layer read, n and d next to their extras; the gradient gy of its output,
-    times both scales; and the statistics: mean and scale ahead, scales of the branches."""
-    program = tl.program_id(0)
-    row = program * T + tl.arange(0, T)
-    live = row < rows
-    x0, x1 = load_floats(x_ptr, row, live, C, C0, C1)
-    x0, x1, mean, scale = unit_rows(x0, x1, eps, C, C1)
-    x0, x1 = affine(x0, x1, vectors_ptr, vectors_ptr + C, C0, C1)
-    n0, n1 = x0.to(x_ptr.dtype.element_ty), x1.to(x_ptr.dtype.element_ty)
-    store_rows(n_ptr, row, live, n0, n1, C + 16, C0, C1)
-    ga_ptr = vectors_ptr + FORMS
-    e_ptr, hb_ptr, constants_ptr = ga_ptr + C, ga_ptr + C + L2, ga_ptr + C + 2 * L2
-    form = quadratic_of_rows(x_ptr, row, live, mean, scale, n0, n1, vectors_ptr, vectors_ptr + C, G_ptr, ga_ptr,
-                             constants_ptr, C, C0, C1, JC)  # fmt: skip
-    scale_a = 1 / tl.sqrt(tl.maximum(form, 0.0) / R2 + eps)
-    d0, d1 = low_rank(n0, n1, D_ptr, e_ptr, C, C0, C1, L2, L20, L21)
-    store_low(d_ptr, row, live, d0, d1, L2 + 16, L2, L20, L21)
-    form = quadratic(d0, d1, H_ptr, hb_ptr, constants_ptr + 1, L2, L20, L21)
-    scale_b = 1 / tl.sqrt(tl.maximum(form, 0.0) / R2 + eps)
-    store_rows(n_ptr + C, row, live, extras(scale_a, n0), extras(scale_a, n0), C + 16, 16, 0)
-    store_rows(d_ptr + L2, row, live, extras(scale_b, n0), extras(scale_b, n0), L2 + 16, 16, 0)
-    tl.store(stats_ptr + row * 4, mean, mask=live)
-    tl.store(stats_ptr + row * 4 + 1, scale, mask=live)
-    tl.store(stats_ptr + row * 4 + 2, scale_a, mask=live)
-    tl.store(stats_ptr + row * 4 + 3, scale_b, mask=live)
-    g0, g1 = load_floats(grad_ptr, row, live, C, C0, C1)
-    if DROP:
-        keep = tl.load(keep_ptr + row // tokens, mask=live, other=0.0)[:, None]
-        g0 *= keep
-        g1 *= keep
-    store_sums(sums_ptr + program * C, g0, g1, C0, C1)
-    product = (scale_a * scale_b)[:, None]
-    store_rows(gy_ptr, row, live, g0 * product, g1 * product, C, C0, C1)
-
-
-@triton.jit
-def mu2_middle(
-    gy_ptr, n_ptr, d_ptr, stats_ptr, A_ptr, B_ptr, C_ptr, h_ptr, P_ptr, Q_ptr, rows,
-    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
-    R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr,
+    R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr, X20: tl.constexpr, X21: tl.constexpr,
     SP: tl.constexpr, SQ: tl.constexpr, T: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Both branches again, the product h, and the gradients P and Q of the branches ahead of their scales; next to P
@@ -127,10 +47,12 @@ def mu2_middle(
     live = row < rows
     kind = n_ptr.dtype.element_ty
     n0, n1 = load_rows(n_ptr, row, live, C + 16, C0, C1)
-    d0, d1 = load_low(d_ptr, row, live, L2 + 16, L2, L20, L21)
-    extra_a, _ = load_rows(n_ptr + C, row, live, C + 16, 16, 0)
-    extra_b, _ = load_rows(d_ptr + L2, row, live, L2 + 16, 16, 0)
-    g0, g1 = load_rows(gy_ptr, row, live, C, C0, C1)
+    extra, _ = load_rows(n_ptr + C, row, live, C + 16, 16, 0)
+    d0, d1 = load_low(d_ptr, row, live, L2 + 16, L2 + 16, X20, X21)
+    g0, g1 = load_rows(grad_ptr, row, live, C, C0, C1)
+    scale_a = tl.load(stats_ptr + row * 3, mask=live, other=0.0)
+    scale_b = tl.load(stats_ptr + row * 3 + 1, mask=live, other=0.0)
+    scale = tl.load(stats_ptr + row * 3 + 2, mask=live, other=0.0)[:, None]
     along = tl.zeros((T,), tl.float32)
     shift_a = tl.zeros((T, 16), tl.float32)
     shift_b = tl.zeros((T, 16), tl.float32)
@@ -138,14 +60,14 @@ def mu2_middle(
         j = columns(start, J)
         extras_A = load_matrix(A_ptr, columns(C, 16), j, C + 16, R2, 1, C + 16, False, False)
         extras_B = load_matrix(B_ptr, columns(L2, 16), j, L2 + 16, R2, 1, L2 + 16, False, False)
-        first = tl.dot(extra_a, extras_A, multiply(n0, n1, A_ptr, j, C, C0, C1, R2, 1, C + 16, False))
-        second = tl.dot(extra_b, extras_B, multiply(d0, d1, B_ptr, j, L2, L20, L21, R2, 1, L2 + 16, False))
-        dh = multiply(g0, g1, C_ptr, j, C, C0, C1, R2, R2, 1, False)
+        first = tl.dot(extra, extras_A, multiply(n0, n1, A_ptr, j, C + 16, C0, C1, R2, 1, C + 16, False))
+        second = multiply(d0, d1, B_ptr, j, L2 + 16, X20, X21, R2, 1, L2 + 16, False)
+        dh = multiply(g0, g1, C_ptr, j, C, C0, C1, R2, R2, 1, False) * scale
         h = first * second
         along += tl.sum(dh * h, 1)
         p = (dh * second).to(kind)
         q = (dh * first).to(kind)
-        tl.store(h_ptr + row[:, None] * R2 + j[None, :], h.to(kind), mask=live[:, None])
+        tl.store(h_ptr + row[:, None] * R2 + j[None, :], (h * scale).to(kind), mask=live[:, None])
         tl.store(P_ptr + row[:, None] * SP + j[None, :], p, mask=live[:, None])
         tl.store(Q_ptr + row[:, None] * SQ + j[None, :], q, mask=live[:, None])
         shift_a = tl.dot(p, tl.trans(extras_A), shift_a)
@@ -153,8 +75,6 @@ def mu2_middle(
     # of the gradient along a branch only the part along its normed values counts, not that along the norm's shift
     column = tl.arange(0, 16)[None, :]
     shift = (column == 2) | (column == 4)
-    scale_a = tl.load(stats_ptr + row * 4 + 2, mask=live, other=0.0)
-    scale_b = tl.load(stats_ptr + row * 4 + 3, mask=live, other=0.0)
     k_a = ((scale_a * along - tl.sum(tl.where(shift, shift_a, 0.0), 1)) * scale_a / R2)[:, None]
     k_b = ((scale_b * along - tl.sum(tl.where(shift, shift_b, 0.0), 1)) * scale_b / R2)[:, None]
     n0, n1 = load_floats(n_ptr, row, live, C + 16, C0, C1)
@@ -196,7 +116,7 @@ def mu1_back(
     row = program * T + tl.arange(0, T)
     live = row < rows
     b_ptr = vectors_ptr + MU1
-    sums_ptr += program * (4 * R1 + C)
+    sums_ptr += program * 4 * R1
     d0, d1 = gather_rows(u_ptr, row, live, height, width, R1, L1, L10, L11, US, KEEP, False)
     mean = tl.load(stats_ptr + row * 3, mask=live, other=0.0)
     scale_a = tl.load(stats_ptr + row * 3 + 1, mask=live, other=0.0)
@@ -206,7 +126,6 @@ def mu1_back(
         keep = tl.load(keep_ptr + row // (height * width), mask=live, other=0.0)[:, None]
         g0 *= keep
         g1 *= keep
-    store_sums(sums_ptr + 4 * R1, g0, g1, C0, C1)
     g0, g1 = g0.to(d0.dtype), g1.to(d0.dtype)
     if DROP:
         store_rows(gy_ptr, row, live, g0, g1, C, C0, C1)
@@ -292,10 +211,11 @@ def unshift_columns(
 
 @triton.jit
 def norm_back(
-    dn_ptr, x_ptr, grad_ptr, vectors_ptr, out_ptr, n_ptr, sums_ptr, rows, eps,
-    C: tl.constexpr, SN: tl.constexpr, WRITE: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
+    dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums_ptr, rows, tokens, eps,
+    C: tl.constexpr, SN: tl.constexpr, WRITE: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Through the norm ahead of a Mu-Layer and along the shortcut; the norm's own gradients; if asked its output."""
+    """Through the norm ahead of a Mu-Layer and along the shortcut; if asked the norm's output; and sums over rows: the
+    gradients of the norm's weight and bias and of the layer's last bias."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < C
@@ -303,6 +223,7 @@ def norm_back(
     bias = tl.load(vectors_ptr + C + column, mask=inside, other=0.0)[None, :]
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
+    sum_last = tl.zeros((BLOCK,), tl.float32)
     for start in range(program * T, rows, tl.num_programs(0) * T):
         row = start + tl.arange(0, T)
         mask = (row < rows)[:, None] & inside[None, :]
@@ -315,6 +236,10 @@ def norm_back(
         x *= scale
         sum_weight += tl.sum(dn * x, 0)
         sum_bias += tl.sum(dn, 0)
+        if DROP:
+            sum_last += tl.sum(grad * tl.load(keep_ptr + row // tokens, mask=row < rows, other=0.0)[:, None], 0)
+        else:
+            sum_last += tl.sum(grad, 0)
         if WRITE:
             n = x * weight + bias
             place_n = n_ptr + row[:, None] * SN + column[None, :]
@@ -326,5 +251,7 @@ def norm_back(
         along = (tl.sum(dn * x, 1) / C)[:, None]
         grad += (dn - level - x * along) * scale
         tl.store(out_ptr + place, grad.to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(sums_ptr + program * 2 * C + column, sum_weight, mask=inside)
-    tl.store(sums_ptr + program * 2 * C + C + column, sum_bias, mask=inside)
+    sums_ptr += program * 3 * C
+    tl.store(sums_ptr + column, sum_weight, mask=inside)
+    tl.store(sums_ptr + C + column, sum_bias, mask=inside)
+    tl.store(sums_ptr + 2 * C + column, sum_last, mask=inside)

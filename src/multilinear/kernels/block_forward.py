@@ -128,17 +128,16 @@ def quadratic(
 
 @triton.jit
 def quadratic_of_rows(
-    x_ptr, row, live, mean, scale, n0, n1, weight_ptr, bias_ptr, gram_ptr, linear_ptr, constant_ptr,
+    n_ptr, row, live, n0, n1, gram_ptr, linear_ptr, constant_ptr,
     C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, J: tl.constexpr,
 ):  # fmt: skip
-    """The same for n = norm(x), chunk by chunk: n is read again, since a chunk of it cannot be cut out of a register."""
-    form = tl.zeros(mean.shape, tl.float32) + tl.load(constant_ptr)
+    """The same chunk by chunk: n is read again, since a chunk of it cannot be cut out of a register."""
+    form = tl.zeros(row.shape, tl.float32) + tl.load(constant_ptr)
     for start in range(0, C, J):
         j = columns(start, J)
-        x = tl.load(x_ptr + row[:, None] * C + j[None, :], mask=live[:, None], other=0.0).to(tl.float32)
-        n = (x - mean[:, None]) * scale[:, None] * tl.load(weight_ptr + j)[None, :] + tl.load(bias_ptr + j)[None, :]
+        n = tl.load(n_ptr + row[:, None] * (C + 16) + j[None, :], mask=live[:, None], other=0.0).to(tl.float32)
         gradient = multiply(n0, n1, gram_ptr, j, C, C0, C1, C, 1, C, False) + tl.load(linear_ptr + j)[None, :]
-        form += tl.sum(gradient * n.to(n0.dtype).to(tl.float32), 1)
+        form += tl.sum(gradient * n, 1)
     return form
 
 
@@ -232,10 +231,28 @@ def extras(scale, like):
 
 
 @triton.jit
-def branch(n0, n1, extra, ptr, j, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, J: tl.constexpr):
-    """Columns j of a normed branch, still to be multiplied by the scale of each row."""
-    out = multiply(n0, n1, ptr, j, K, K0, K1, J, 1, K + 16, False)
-    return tl.dot(extra, load_matrix(ptr, columns(K, 16), j, K + 16, J, 1, K + 16, False, False), out)
+def load_low(ptr, row, live, STRIDE: tl.constexpr, L: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr):
+    """Rows of a width L that its parts may exceed."""
+    j = columns(0, L0)
+    place = row[:, None] * STRIDE
+    d0 = tl.load(ptr + place + j[None, :], mask=live[:, None] & (j < L)[None, :], other=0.0)
+    d1 = d0
+    if L1 > 0:
+        j = columns(L0, L1)
+        d1 = tl.load(ptr + place + j[None, :], mask=live[:, None] & (j < L)[None, :], other=0.0)
+    return d0, d1
+
+
+@triton.jit
+def store_low(
+    ptr, row, live, d0, d1, STRIDE: tl.constexpr, L: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr
+):  # fmt: skip
+    j = columns(0, L0)
+    place = row[:, None] * STRIDE
+    tl.store(ptr + place + j[None, :], d0.to(ptr.dtype.element_ty), mask=live[:, None] & (j < L)[None, :])
+    if L1 > 0:
+        j = columns(L0, L1)
+        tl.store(ptr + place + j[None, :], d1.to(ptr.dtype.element_ty), mask=live[:, None] & (j < L)[None, :])
 
 
 @triton.jit
@@ -270,9 +287,10 @@ def mu1(
         q = multiply(d0, d1, B_ptr, j, L1, L10, L11, R1, 1, L1, False) + tl.load(b_ptr + j)[None, :]
         q = q * scale_b[:, None] * tl.load(b_ptr + 3 * R1 + j)[None, :] + tl.load(b_ptr + 4 * R1 + j)[None, :]
         y0, y1 = spread((p * q).to(d0.dtype), C_ptr, j, y0, y1, R1, C, C0, C1, 1, R1)
-    add_branch(
-        x_ptr, out_ptr, vectors_ptr + 2 * C, keep_ptr, row, live, height * width, y0, y1, DROP, C, C0, C1
-    )  # fmt: skip
+    keep = tl.full((T,), 1.0, tl.float32)
+    if DROP:
+        keep = tl.load(keep_ptr + row // (height * width), mask=live, other=0.0)
+    add_branch(x_ptr, out_ptr, vectors_ptr + 2 * C, row, live, y0, y1, keep, keep, C, C0, C1)
 
 
 @triton.jit
@@ -304,54 +322,82 @@ def factor(
 
 @triton.jit
 def mu2(
-    x_ptr, out_ptr, keep_ptr, A_ptr, D_ptr, B_ptr, C_ptr, G_ptr, H_ptr, vectors_ptr, rows, tokens, eps,
+    x_ptr, out_ptr, keep_ptr, n_ptr, d_ptr, stats_ptr, A_ptr, D_ptr, B_ptr, C_ptr, G_ptr, H_ptr, vectors_ptr,
+    rows, tokens, eps,
     C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
-    R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr,
-    FORMS: tl.constexpr, DROP: tl.constexpr, T: tl.constexpr, J: tl.constexpr, JC: tl.constexpr, STAGES: tl.constexpr,
+    R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr, X20: tl.constexpr, X21: tl.constexpr,
+    FORMS: tl.constexpr, DROP: tl.constexpr, TRAIN: tl.constexpr,
+    T: tl.constexpr, J: tl.constexpr, JC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x plus the second Mu-Layer of norm(x)."""
-    row = tl.program_id(0) * T + tl.arange(0, T)
-    live = row < rows
-    x0, x1 = load_floats(x_ptr, row, live, C, C0, C1)
-    x0, x1, mean, scale = unit_rows(x0, x1, eps, C, C1)
-    x0, x1 = affine(x0, x1, vectors_ptr, vectors_ptr + C, C0, C1)
-    n0, n1 = x0.to(x_ptr.dtype.element_ty), x1.to(x_ptr.dtype.element_ty)
-    ga_ptr = vectors_ptr + FORMS
-    e_ptr, hb_ptr, constants_ptr = ga_ptr + C, ga_ptr + C + L2, ga_ptr + C + 2 * L2
-    form = quadratic_of_rows(x_ptr, row, live, mean, scale, n0, n1, vectors_ptr, vectors_ptr + C, G_ptr, ga_ptr,
-                             constants_ptr, C, C0, C1, JC)  # fmt: skip
-    scale_a = 1 / tl.sqrt(tl.maximum(form, 0.0) / R2 + eps)
-    d0, d1 = low_rank(n0, n1, D_ptr, e_ptr, C, C0, C1, L2, L20, L21)
-    form = quadratic(d0, d1, H_ptr, hb_ptr, constants_ptr + 1, L2, L20, L21)
-    scale_b = 1 / tl.sqrt(tl.maximum(form, 0.0) / R2 + eps)
-    extra_a, extra_b = extras(scale_a, n0), extras(scale_b, n0)
-    y0 = tl.zeros((T, C0), tl.float32)
-    y1 = tl.zeros((T, C1 if C1 > 0 else 16), tl.float32)
-    for start in tl.range(0, R2, J, num_stages=STAGES):
-        j = columns(start, J)
-        first = branch(n0, n1, extra_a, A_ptr, j, C, C0, C1, R2)
-        second = branch(d0, d1, extra_b, B_ptr, j, L2, L20, L21, R2)
-        y0, y1 = spread((first * second).to(n0.dtype), C_ptr, j, y0, y1, R2, C, C0, C1, 1, R2)
-    scale = (scale_a * scale_b)[:, None]
-    add_branch(x_ptr, out_ptr, vectors_ptr + 3 * C, keep_ptr, row, live, tokens, y0 * scale, y1 * scale,
-               DROP, C, C0, C1)  # fmt: skip
+    """x plus the second Mu-Layer of norm(x); in training also what the way back starts from.
+
+    What both branches read, n and d next to their extras, takes the way over memory: products then read it from where
+    loads put it, not from registers, which are scarce. Unless it is kept, the memory is one tile for each program.
+    """
+    program = tl.program_id(0)
+    for tile in range(program, tl.cdiv(rows, T), tl.num_programs(0)):
+        row = tile * T + tl.arange(0, T)
+        live = row < rows
+        x0, x1 = load_floats(x_ptr, row, live, C, C0, C1)
+        x0, x1, mean, scale = unit_rows(x0, x1, eps, C, C1)
+        x0, x1 = affine(x0, x1, vectors_ptr, vectors_ptr + C, C0, C1)
+        place = row
+        if not TRAIN:
+            place = program * T + tl.arange(0, T)
+            tl.debug_barrier()  # the tile before has been read
+        kept = place >= 0
+        if TRAIN:
+            kept = live
+        store_rows(n_ptr, place, kept, x0, x1, C + 16, C0, C1)
+        tl.debug_barrier()
+        n0, n1 = load_rows(n_ptr, place, kept, C + 16, C0, C1)
+        ga_ptr = vectors_ptr + FORMS
+        e_ptr, hb_ptr, constants_ptr = ga_ptr + C, ga_ptr + C + L2, ga_ptr + C + 2 * L2
+        form = quadratic_of_rows(n_ptr, place, kept, n0, n1, G_ptr, ga_ptr, constants_ptr, C, C0, C1, JC)
+        scale_a = 1 / tl.sqrt(tl.maximum(form, 0.0) / R2 + eps)
+        d0, d1 = low_rank(n0, n1, D_ptr, e_ptr, C, C0, C1, L2, L20, L21)
+        form = quadratic(d0, d1, H_ptr, hb_ptr, constants_ptr + 1, L2, L20, L21)
+        scale_b = 1 / tl.sqrt(tl.maximum(form, 0.0) / R2 + eps)
+        store_low(d_ptr, place, kept, d0, d1, L2 + 16, L2, L20, L21)
+        extra = extras(scale_a, n0)
+        store_rows(n_ptr + C, place, kept, extra, extra, C + 16, 16, 0)
+        extra = extras(scale_b, n0)
+        store_rows(d_ptr + L2, place, kept, extra, extra, L2 + 16, 16, 0)
+        scale = scale_a * scale_b
+        if DROP:
+            scale *= tl.load(keep_ptr + row // tokens, mask=live, other=0.0)
+        if TRAIN:
+            tl.store(stats_ptr + row * 3, scale_a, mask=live)
+            tl.store(stats_ptr + row * 3 + 1, scale_b, mask=live)
+            tl.store(stats_ptr + row * 3 + 2, scale, mask=live)
+        tl.debug_barrier()
+        d0, d1 = load_low(d_ptr, place, kept, L2 + 16, L2 + 16, X20, X21)
+        extra, _ = load_rows(n_ptr + C, place, kept, C + 16, 16, 0)
+        y0 = tl.zeros((T, C0), tl.float32)
+        y1 = tl.zeros((T, C1 if C1 > 0 else 16), tl.float32)
+        for start in tl.range(0, R2, J, num_stages=STAGES):
+            j = columns(start, J)
+            first = multiply(n0, n1, A_ptr, j, C + 16, C0, C1, R2, 1, C + 16, False)
+            extras_A = load_matrix(A_ptr, columns(C, 16), j, C + 16, R2, 1, C + 16, False, False)
+            first = tl.dot(extra, extras_A, first)
+            second = multiply(d0, d1, B_ptr, j, L2 + 16, X20, X21, R2, 1, L2 + 16, False)
+            y0, y1 = spread((first * second).to(n0.dtype), C_ptr, j, y0, y1, R2, C, C0, C1, 1, R2)
+        bias_ptr = vectors_ptr + 3 * C
+        if DROP:
+            # the bias is dropped with the branch
+            keep = tl.load(keep_ptr + row // tokens, mask=live, other=0.0)
+            add_branch(x_ptr, out_ptr, bias_ptr, row, live, y0, y1, scale, keep, C, C0, C1)
+        else:
+            add_branch(x_ptr, out_ptr, bias_ptr, row, live, y0, y1, scale, tl.full((T,), 1.0, tl.float32), C, C0, C1)
 
 
 @triton.jit
 def add_branch(
-    x_ptr, out_ptr, bias_ptr, keep_ptr, row, live, tokens, y0, y1,
-    DROP: tl.constexpr, C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
+    x_ptr, out_ptr, bias_ptr, row, live, y0, y1, scale, keep, C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr
 ):  # fmt: skip
-    """Write x plus the branch (y0, y1) and its bias, scaled by the stochastic depth of each image."""
+    """Write x plus `scale` times the branch (y0, y1) plus `keep` times its bias."""
     x0, x1 = load_floats(x_ptr, row, live, C, C0, C1)
-    y0 += tl.load(bias_ptr + columns(0, C0))[None, :]
+    x0 += y0 * scale[:, None] + keep[:, None] * tl.load(bias_ptr + columns(0, C0))[None, :]
     if C1 > 0:
-        y1 += tl.load(bias_ptr + columns(C0, C1))[None, :]
-    if DROP:
-        keep = tl.load(keep_ptr + row // tokens, mask=live, other=0.0)[:, None]
-        y0 *= keep
-        y1 *= keep
-    if C1 > 0:
-        store_rows(out_ptr, row, live, x0 + y0, x1 + y1, C, C0, C1)
-    else:
-        store_rows(out_ptr, row, live, x0 + y0, x0, C, C0, C1)
+        x1 += y1 * scale[:, None] + keep[:, None] * tl.load(bias_ptr + columns(C0, C1))[None, :]
+    store_rows(out_ptr, row, live, x0, x1, C, C0, C1)

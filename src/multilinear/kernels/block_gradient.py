@@ -28,32 +28,22 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _second_layer(
-    grad: Tensor, mid: Tensor, keep: Tensor | None, named: dict[str, Tensor], ready: Prepared, s: Sizes, eps: float
-) -> tuple[Tensor, dict[str, Tensor]]:
+    grad: Tensor, mid: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, named: dict[str, Tensor],
+    ready: Prepared, s: Sizes, eps: float,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The gradients of the value between the Mu-Layers and of everything in the second."""
     rows = mid.numel() // s.channels
-    tile = tiles(s)["mu2_open"]
-    programs = triton.cdiv(rows, tile.tokens)
-    kernel = block_backward.mu2_open
-    gy, n, d = (mid.new_empty(rows, width) for width in (s.channels, s.channels + 16, s.low2 + 16))
-    stats = mid.new_empty(rows, 4, dtype=torch.float32)
-    bias = mid.new_empty(programs, s.channels, dtype=torch.float32)
-    kernel[(programs,)](
-        grad, mid, keep, ready.D2, ready.gram, ready.low_gram, ready.vectors, gy, n, d, stats, bias, rows,
-        mid.shape[-3] * mid.shape[-2], eps, **constants(s, kernel.arg_names), DROP=keep is not None,
-        T=tile.tokens, JC=chunk(s.channels), num_warps=tile.warps,
-    )  # fmt: skip
-    tile = tiles(s)["mu2_middle"]
-    kernel = block_backward.mu2_middle
+    tile = tiles(s)["mu2_back"]
+    kernel = block_backward.mu2_back
     fixed = constants(s, kernel.arg_names)
     h, P, Q = (mid.new_empty(rows, width) for width in (s.rank2, fixed["SP"], fixed["SQ"]))
     kernel[(triton.cdiv(rows, tile.tokens),)](
-        gy, n, d, stats, ready.A2, ready.B2, ready.C2, h, P, Q, rows, **fixed,
+        grad, n, d, stats, ready.A2, ready.B2, ready.C2, h, P, Q, rows, **fixed,
         T=tile.tokens, J=chunk(s.rank2, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     torch.mm(Q, _backward_matrix(ready.B2, ready.low_gram, ready.second), out=P[:, -s.low2 :])
     dn = P @ torch.cat([_backward_matrix(ready.A2, ready.gram, ready.first), ready.D2])
-    out, totals, _ = _through_shared_norm(dn, mid, grad, ready, s, eps, write=False)
+    out, totals, _ = _through_shared_norm(dn, mid, grad, keep, ready, s, eps, write=False)
     rank, channels, low = s.rank2, s.channels, s.low2
     product, low_product = _product(P, n), _product(Q, d)
     alpha, weight_b, bias_b = (named[f"mu2.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
@@ -69,7 +59,7 @@ def _second_layer(
         "mu2.A.weight": first[:, :-1], "mu2.A.bias": first[:, -1],
         "mu2.D.weight": low_rank[:, :channels], "mu2.D.bias": low_rank[:, channels],
         "mu2.B.weight": second[:, :-1], "mu2.B.bias": second[:, -1],
-        "mu2.C.weight": _product(gy, h), "mu2.C.bias": bias.sum(0),
+        "mu2.C.weight": _product(grad.view(rows, channels), h), "mu2.C.bias": totals[2],
         "mu2.norm_a.weight": (ready.first * product[:rank, : channels + 1]).sum(1),
         "mu2.norm_a.bias": product[:rank, channels + 2 : channels + 4].sum(1),
         "mu2.norm_b.weight": alpha * scale_b, "mu2.norm_b.bias": alpha * shift_b,
@@ -87,18 +77,19 @@ def _backward_matrix(matrix: Tensor, gram: Tensor, centred: Tensor) -> Tensor:
 
 
 def _through_shared_norm(
-    dn: Tensor, x: Tensor, grad: Tensor, ready: Prepared, s: Sizes, eps: float, *, write: bool
+    dn: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes, eps: float, *, write: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of x, those of the norm's weight and bias, and the norm's output next to a column of ones."""
+    """The gradient of x; those of the norm's weight and bias and of the layer's last bias; and the norm's output next
+    to a column of ones."""
     rows = x.numel() // s.channels
     block = triton.next_power_of_2(s.channels)
     tile = max(1, 512 // block)  # one warp with 16 numbers a thread; measured on an H200
     programs = min(2112, triton.cdiv(rows, tile))
     out, n = torch.empty_like(x), x.new_empty((rows, s.channels + 8) if write else 0)
-    sums = x.new_empty(programs, 2, s.channels, dtype=torch.float32)
+    sums = x.new_empty(programs, 3, s.channels, dtype=torch.float32)
     block_backward.norm_back[(programs,)](
-        dn, x, grad, ready.vectors, out, n, sums, rows, eps, C=s.channels, SN=s.channels + 8, WRITE=write, BLOCK=block,
-        T=tile, num_warps=1,
+        dn, x, grad, keep, ready.vectors, out, n, sums, rows, x.shape[-3] * x.shape[-2], eps, C=s.channels,
+        SN=s.channels + 8, WRITE=write, DROP=keep is not None, BLOCK=block, T=tile, num_warps=1,
     )  # fmt: skip
     return out, sums.sum(0), n
 
@@ -128,13 +119,12 @@ def _first_layer(
     fixed = constants(s, kernel.arg_names)
     E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, width) for width in (rank, rank, fixed["SD1"]))
     gy = grad if keep is None else torch.empty_like(grad)
-    sums = x.new_empty(programs, 4 * rank + channels, dtype=torch.float32)
+    sums = x.new_empty(programs, 4, rank, dtype=torch.float32)
     kernel[(programs,)](
         grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, gy, h, db, d, sums, rows, height, width, **fixed,
         KEEP=keep_border, DROP=keep is not None, T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
-    totals = sums.sum(0)
     du = torch.empty_like(u)
     kernel = block_backward.unshift
     kernel[(triton.cdiv(rows, 32),)](
@@ -142,16 +132,16 @@ def _first_layer(
         LOW=triton.next_power_of_2(fixed["US"] - rank), num_warps=4,
     )  # fmt: skip
     dn = du[:, : rank + low] @ ready.lifting
-    out, norm, n = _through_shared_norm(dn, x, grad, ready, s, eps, write=True)
+    out, norm, n = _through_shared_norm(dn, x, grad, keep, ready, s, eps, write=True)
     lifting, factor = _product(du, n), _product(db, d)
-    scale_a, shift_a, scale_b, shift_b = totals[: 4 * rank].view(4, rank)
+    scale_a, shift_a, scale_b, shift_b = sums.sum(0)
     alpha, weight_b, bias_b = (named[f"mu1.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
     return out, {
         "norm1.weight": norm[0], "norm1.bias": norm[1],
         "mu1.A.weight": lifting[:rank, :channels], "mu1.A.bias": lifting[:rank, channels],
         "mu1.D.weight": lifting[rank : rank + low, :channels], "mu1.D.bias": lifting[rank : rank + low, channels],
         "mu1.B.weight": factor[:, :low], "mu1.B.bias": factor[:, low],
-        "mu1.C.weight": _product(gy.view(rows, channels), h), "mu1.C.bias": totals[4 * rank :],
+        "mu1.C.weight": _product(gy.view(rows, channels), h), "mu1.C.bias": norm[2],
         "mu1.norm_a.weight": scale_a, "mu1.norm_a.bias": shift_a,
         "mu1.norm_b.weight": alpha * scale_b, "mu1.norm_b.bias": alpha * shift_b,
         "mu1.alpha": (weight_b * scale_b + bias_b * shift_b).sum(),
@@ -160,15 +150,16 @@ def _first_layer(
 
 @torch.library.custom_op("multilinear::poly_block_backward", mutates_args=())
 def poly_block_backward(
-    grad: Tensor, x: Tensor, u: Tensor, mid: Tensor, stats: Tensor, keep1: Tensor | None, keep2: Tensor | None,
+    grad: Tensor, x: Tensor, saved: Sequence[Tensor], keep1: Tensor | None, keep2: Tensor | None,
     weights: Sequence[Tensor], prepared: Sequence[Tensor], keep_border: bool, eps: float,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of x and of all weights."""
     s, ready = sizes_of(weights), Prepared(*prepared)
     with torch.autocast(x.device.type, enabled=False):
         named = {name: weight.float() for name, weight in zip(NAMES, weights, strict=True)}
-        grad, found = _second_layer(grad, mid, keep2, named, ready, s, eps)
-        grad, more = _first_layer(grad, x, u, stats, keep1, named, ready, s, keep_border, eps)
+        u, mid, stats1, n, d, stats2 = saved
+        grad, found = _second_layer(grad, mid, n, d, stats2, keep2, named, ready, s, eps)
+        grad, more = _first_layer(grad, x, u, stats1, keep1, named, ready, s, keep_border, eps)
         for name in ("norm1.weight", "norm1.bias"):  # the two places share one norm
             found[name] = found[name] + more.pop(name)
         found |= more
@@ -180,23 +171,22 @@ def poly_block_backward(
 
 @poly_block_backward.register_fake
 def _(grad: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
-    weights: Sequence[Tensor] = rest[5]
+    weights: Sequence[Tensor] = rest[3]
     return [torch.empty_like(x), *(torch.empty_like(weight) for weight in weights)]
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:
     x, keep1, keep2, weights, prepared, ctx.keep_border, ctx.eps, _ = inputs
-    _, u, mid, stats = output
-    ctx.dropped = keep1 is not None
-    ctx.weights = len(weights)
-    ctx.save_for_backward(x, u, mid, stats, keep1, keep2, *weights, *prepared)
+    ctx.lengths = len(output[1]), len(weights)
+    ctx.save_for_backward(x, keep1, keep2, *output[1], *weights, *prepared)
 
 
-def _gradients(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Any, ...]:
-    x, u, mid, stats, keep1, keep2, *rest = ctx.saved_tensors
-    weights, prepared = rest[: ctx.weights], rest[ctx.weights :]
+def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    x, keep1, keep2, *rest = ctx.saved_tensors
+    kept, weights = ctx.lengths
+    saved, weights, prepared = rest[:kept], rest[kept : kept + weights], rest[kept + weights :]
     found = poly_block_backward(
-        grad.contiguous(), x, u, mid, stats, keep1, keep2, weights, prepared, ctx.keep_border, ctx.eps
+        grad.contiguous(), x, saved, keep1, keep2, weights, prepared, ctx.keep_border, ctx.eps
     )
     return found[0], None, None, found[1:], [None] * len(prepared), None, None, None
 
