@@ -3,6 +3,7 @@
 Where that cannot be (another CPU, no compiler), `blocks_for` says no and callers use the plain code.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -170,7 +171,7 @@ def _library() -> Any | None:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kept = home / "multilinear" / f"blocks-{key}.so"
     try:
-        run = (ctypes.CDLL(str(kept)) if kept.is_file() else _compile(kept)).multilinear_blocks
+        run = _load(kept).multilinear_blocks
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
     address, number = ctypes.c_void_p, ctypes.c_int64
@@ -179,21 +180,21 @@ def _library() -> Any | None:
     return run
 
 
-def _compile(target: Path) -> ctypes.CDLL:
-    """Compile into `target`, or for this process only where that cannot be written."""
+def _load(kept: Path) -> ctypes.CDLL:
+    """Load `kept`, compiled anew if it is not there or no library; for this process only if it cannot be written."""
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(kept))
     with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder) / target.name
+        built = Path(folder) / kept.name
         program = compiler()
         if program is None:
             raise FileNotFoundError("no C++ compiler")
         command = [program, *FLAGS, str(SOURCE), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
         library = ctypes.CDLL(str(built))
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            part = kept.with_suffix(f".{os.getpid()}")
             shutil.copyfile(built, part)
-            part.replace(target)  # in one step: others may be loading it
-        except OSError:
-            pass
+            part.replace(kept)  # in one step: others may be loading it
     return library
