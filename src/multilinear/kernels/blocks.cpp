@@ -139,61 +139,86 @@ void multiply(const typename F::T* x, I ldx, const Linear& by, Into into, void* 
     }
 }
 
-// layer norm without its affine map, or a mere change of type
-template <class F>
-void normalise(const float* x, I dim, float eps, bool norm, typename F::T* out, I ldo, I rows) {
-    for (I r = 0; r < rows; r++, x += dim, out += ldo) {
-        __m512 mean = _mm512_setzero_ps(), scale = _mm512_set1_ps(1);
-        if (norm) {
-            __m512 sum = _mm512_setzero_ps(), square = _mm512_setzero_ps();
-            for (I c = 0; c < dim; c += LANES) sum = _mm512_add_ps(sum, _mm512_loadu_ps(x + c));
-            mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / dim);
-            for (I c = 0; c < dim; c += LANES) {
-                __m512 d = _mm512_sub_ps(_mm512_loadu_ps(x + c), mean);
-                square = _mm512_fmadd_ps(d, d, square);
-            }
-            scale = _mm512_set1_ps(1 / __builtin_sqrtf(_mm512_reduce_add_ps(square) / dim + eps));
+// One over the deviation of each of R rows about their means. Several rows at once, as each waits for its own sums.
+template <int R>
+inline void deviations(const float* x, I ldx, I width, I count, float eps, bool centred, __m512* mean, __m512* scale) {
+    __m512 sum[R], square[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) sum[r] = square[r] = mean[r] = _mm512_setzero_ps();
+    if (!centred) {
+        for (I c = 0; c < width; c += LANES)
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) sum[r] = _mm512_add_ps(sum[r], _mm512_loadu_ps(x + r * ldx + c));
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) mean[r] = _mm512_set1_ps(_mm512_reduce_add_ps(sum[r]) / count);
+    }
+    for (I c = 0; c < width; c += LANES)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const __m512 d = _mm512_sub_ps(_mm512_loadu_ps(x + r * ldx + c), mean[r]);
+            square[r] = _mm512_fmadd_ps(d, d, square[r]);
         }
-        for (I c = 0; c < dim; c += LANES)
-            F::store(out + c, _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(x + c), mean), scale));
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        // the padding is zero, and so as far from the mean as the mean is from zero
+        const float m = _mm512_cvtss_f32(mean[r]), total = _mm512_reduce_add_ps(square[r]) - (width - count) * m * m;
+        scale[r] = _mm512_set1_ps(1 / __builtin_sqrtf(total / count + eps));
     }
 }
 
-// mean and inverse deviation of one branch's row; `centred` weights have made the mean zero
-inline void statistics(const float* x, I width, I hidden, float eps, bool centred, __m512& mean, __m512& scale) {
-    const __m512 zero = _mm512_setzero_ps();
-    __m512 sum = zero, square = zero;
-    if (!centred) {
-        for (I c = 0; c < width; c += LANES) sum = _mm512_add_ps(sum, _mm512_loadu_ps(x + c));
-        mean = _mm512_set1_ps(_mm512_reduce_add_ps(sum) / hidden);
+// layer norm without its affine map, or a mere change of type
+template <class F, int R>
+inline void normalise_rows(const float* x, I dim, float eps, bool norm, typename F::T* out) {
+    __m512 mean[R], scale[R];
+    if (norm) deviations<R>(x, dim, dim, dim, eps, false, mean, scale);
+    for (I c = 0; c < dim; c += LANES)
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            __m512 v = _mm512_loadu_ps(x + r * dim + c);
+            F::store(out + r * dim + c, norm ? _mm512_mul_ps(_mm512_sub_ps(v, mean[r]), scale[r]) : v);
+        }
+}
+
+template <class F>
+void normalise(const float* x, I dim, float eps, bool norm, typename F::T* out, I rows) {
+    I r = 0;
+    for (; r + 4 <= rows; r += 4) normalise_rows<F, 4>(x + r * dim, dim, eps, norm, out + r * dim);
+    for (; r < rows; r++) normalise_rows<F, 1>(x + r * dim, dim, eps, norm, out + r * dim);
+}
+
+// both norms and the product; `centred` weights have made the means zero, B's always
+template <class F, int R>
+inline void product_rows(const float* f, const float* s, const Mu& mu, I width, float eps, bool norm, bool centred,
+                         typename F::T* out) {
+    __m512 mean[R], none[R], scale_f[R], scale_s[R];
+    if (norm) {
+        deviations<R>(f, width, width, mu.hidden, eps, centred, mean, scale_f);
+        deviations<R>(s, width, width, mu.hidden, eps, true, none, scale_s);
     }
     for (I c = 0; c < width; c += LANES) {
-        __m512 v = _mm512_sub_ps(_mm512_loadu_ps(x + c), mean);
-        square = _mm512_fmadd_ps(v, v, square);
+        const __m512 scale_a = _mm512_loadu_ps(mu.scale_a + c), shift_a = _mm512_loadu_ps(mu.shift_a + c);
+        const __m512 scale_b = _mm512_loadu_ps(mu.scale_b + c), shift_b = _mm512_loadu_ps(mu.shift_b + c);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            __m512 p = _mm512_loadu_ps(f + r * width + c), q = _mm512_loadu_ps(s + r * width + c);
+            if (norm) {
+                p = _mm512_mul_ps(_mm512_sub_ps(p, mean[r]), scale_f[r]);
+                q = _mm512_mul_ps(q, scale_s[r]);
+            }
+            p = _mm512_fmadd_ps(p, scale_a, shift_a);
+            F::store(out + r * width + c, _mm512_mul_ps(p, _mm512_fmadd_ps(q, scale_b, shift_b)));
+        }
     }
-    // the padding is zero, and so as far from the mean as the mean from zero
-    const float padding = (width - hidden) * _mm512_cvtss_f32(mean) * _mm512_cvtss_f32(mean);
-    scale = _mm512_set1_ps(1 / __builtin_sqrtf((_mm512_reduce_add_ps(square) - padding) / hidden + eps));
 }
 
-// both norms and the product
 template <class F>
 void product(const float* f, const float* s, const Mu& mu, I width, float eps, bool norm, bool centred,
              typename F::T* out, I rows) {
-    for (I r = 0; r < rows; r++, f += width, s += width, out += width) {
-        __m512 mean = _mm512_setzero_ps(), none = mean, scale_f = _mm512_set1_ps(1), scale_s = scale_f;
-        if (norm) {
-            statistics(f, width, mu.hidden, eps, centred, mean, scale_f);
-            statistics(s, width, mu.hidden, eps, true, none, scale_s);
-        }
-        for (I c = 0; c < width; c += LANES) {
-            __m512 p = _mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(f + c), mean), scale_f);
-            __m512 q = _mm512_mul_ps(_mm512_loadu_ps(s + c), scale_s);
-            p = _mm512_fmadd_ps(p, _mm512_loadu_ps(mu.scale_a + c), _mm512_loadu_ps(mu.shift_a + c));
-            q = _mm512_fmadd_ps(q, _mm512_loadu_ps(mu.scale_b + c), _mm512_loadu_ps(mu.shift_b + c));
-            F::store(out + c, _mm512_mul_ps(p, q));
-        }
-    }
+    I r = 0;
+    for (; r + 4 <= rows; r += 4)
+        product_rows<F, 4>(f + r * width, s + r * width, mu, width, eps, norm, centred, out + r * width);
+    for (; r < rows; r++)
+        product_rows<F, 1>(f + r * width, s + r * width, mu, width, eps, norm, centred, out + r * width);
 }
 
 // a stretch of one vector of channels that moves one way
@@ -260,7 +285,7 @@ void run(float* x, const Shape& shape, const std::vector<Block>& blocks, float e
     T* nothing = after + tokens * kept;
     std::memset(nothing, 0, kept * sizeof(T));
     auto lead = [&](const Mu& mu, I t, I rows, T* normed, T* to) {
-        normalise<F>(x + t * dim, dim, eps, norm, normed, dim, rows);
+        normalise<F>(x + t * dim, dim, eps, norm, normed, rows);
         multiply<F>(normed, dim, mu.A, KEPT, to + t * kept, kept, rows);
         if (mu.D.vectors)
             multiply<F>(normed, dim, mu.D, KEPT, to + t * kept + wide1, kept, rows);
@@ -302,7 +327,7 @@ void run(float* x, const Shape& shape, const std::vector<Block>& blocks, float e
                 product<F>(f, s, first, wide1, eps, norm, !shift_a, p, rows);
                 multiply<F>(p, wide1, first.C, STREAM, here, dim, rows);
                 const I wide2 = second.A.vectors * LANES, low2 = round_up(second.low, LANES);
-                normalise<F>(here, dim, eps, norm, normed, dim, rows);
+                normalise<F>(here, dim, eps, norm, normed, rows);
                 multiply<F>(normed, dim, second.A, SCRATCH, f, wide2, rows);
                 if (second.D.vectors) multiply<F>(normed, dim, second.D, KEPT, lows, low2, rows);
                 const bool narrow = second.D.vectors;
