@@ -120,6 +120,9 @@ def test_blocks_outside_a_network(dtype):
         assert fast.backend == "kernel"
         with torch.no_grad():
             assert error(fast(x), plain(x)) < 2e-2
+            assert error(fast(x[0]), plain(x[0])) < 2e-2
+        with pytest.raises(MultilinearError, match="height, width, 32"):
+            fast(x[..., :16])
 
 
 def test_the_model_is_left_as_it_was():

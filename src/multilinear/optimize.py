@@ -175,17 +175,26 @@ def _blocks_in(module: nn.Module) -> list[PolyBlock]:
 def _form(block: PolyBlock) -> tuple[Any, ...] | None:
     """What blocks must have in common to run together; None for one that the kernel does not know."""
     layers = (block.mu1, block.mu2)
-    norms = [block.norm1, *(getattr(mu, name, None) for mu in layers for name in ("norm_a", "norm_b"))]
-    affine = [norm for norm in norms if isinstance(norm, nn.LayerNorm) and norm.elementwise_affine]
-    eps: set[float | None] = {norm.eps for norm in affine} or {None}
-    if affine:
-        known = len(affine) == len(norms) and len(eps) == 1 and block.norm2 is None
+    kind = (type(block), *map(type, layers))  # a subclass may do anything
+    eps: set[float | None]
+    if kind == (PolyBlock, MuLayer, MuLayer):
+        norms = [block.norm1, *(norm for mu in layers for norm in (mu.norm_a, mu.norm_b))]
+        eps = {norm.eps if isinstance(norm, nn.LayerNorm) and norm.bias is not None else None for norm in norms}
+        known = block.norm2 is None and len(eps) == 1 and None not in eps
     else:
-        known = isinstance(block.norm1, nn.Identity) and all(isinstance(mu, FoldedMuLayer) for mu in layers)
-    if not known or block.in_features % cpu.LANES or _border(block.mu2.shift) or _border(block.mu2.shift_second):
+        eps = {None}
+        folded = kind == (PolyBlock, FoldedMuLayer, FoldedMuLayer)
+        known = folded and type(block.norm1) is nn.Identity and type(block.norm2) is nn.Identity
+    if not known or block.in_features % cpu.LANES:
         return None
-    sizes = [part.weight.shape for mu in layers for part in (mu.A, mu.D, mu.B, mu.C) if part is not None]
-    return (*eps, _border(block.mu1.shift), _border(block.mu1.shift_second), *sizes)
+    shifts = [shift for mu in layers for shift in (mu.shift, mu.shift_second)]
+    borders = [_border(shift) for shift in shifts]
+    if any(type(shift) not in (nn.Identity, SpatialShift) for shift in shifts) or any(borders[2:]):
+        return None
+    if len({*borders} - {None}) > 1:
+        return None
+    sizes = [None if part is None else part.weight.shape for mu in layers for part in (mu.A, mu.D, mu.B, mu.C)]
+    return (*eps, *borders[:2], *sizes)
 
 
 def _border(shift: nn.Module) -> str | None:
@@ -294,15 +303,16 @@ class CudaGraphs(nn.Module):
 
     def _record(self, images: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         static = images.float().clone()
-        side = torch.cuda.Stream(images.device)
-        side.wait_stream(torch.cuda.current_stream(images.device))
-        with torch.cuda.stream(side):  # libraries set themselves up in the first passes, which a graph cannot hold
-            for _ in range(3):
-                self.network(static)
-        torch.cuda.current_stream(images.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = self.network(static).float()
+        with torch.cuda.device(images.device):
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # libraries set themselves up in the first passes, which a graph cannot hold
+                for _ in range(3):
+                    self.network(static)
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                out = self.network(static).float()
         return graph, static, out
 
 

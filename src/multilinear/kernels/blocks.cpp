@@ -2,7 +2,7 @@
 //
 // The spatial shift is the only step in which tokens meet. So one pass over tiles of tokens does, for each tile: gather
 // the shifted [A|D]x of the first Mu-Layer, B, norms, product, C, the whole second Mu-Layer, and [A|D]x of the next
-// block, which is kept for the next pass. Python (cpu.py) has folded the affine maps of all norms and packed the weights.
+// block, which is kept for the next pass. Python has folded the affine maps of all norms and packed the weights.
 #include <immintrin.h>
 #include <omp.h>
 
@@ -62,9 +62,7 @@ struct Mu {
     I hidden, low;
 };
 
-struct Block {
-    Mu mu[2];
-};
+struct Block { Mu mu[2]; };
 
 // The table that Python writes: for each Mu-Layer A, D, B, C (weight, bias, vectors, inputs), the four vectors of the
 // product, hidden and low; memory as an offset from `base`.
@@ -74,7 +72,7 @@ Mu read_mu(const char* base, const I*& entry) {
         *linear = {base + entry[0], (const float*)(base + entry[1]), entry[2], entry[3]};
         entry += 4;
     }
-    for (const float** vector : {&mu.scale_a, &mu.shift_a, &mu.scale_b, &mu.shift_b}) *vector = (const float*)(base + *entry++);
+    for (auto vector : {&mu.scale_a, &mu.shift_a, &mu.scale_b, &mu.shift_b}) *vector = (const float*)(base + *entry++);
     mu.hidden = *entry++;
     mu.low = *entry++;
     return mu;
@@ -222,10 +220,7 @@ void product(const float* f, const float* s, const Mu& mu, I width, float eps, b
 }
 
 // a stretch of one vector of channels that moves one way
-struct Piece {
-    I quarter, channel;
-    __mmask16 mask;
-};
+struct Piece { I quarter, channel; __mmask16 mask; };
 
 std::vector<Piece> pieces(I channels) {
     std::vector<Piece> all;
@@ -240,9 +235,7 @@ std::vector<Piece> pieces(I channels) {
     return all;
 }
 
-struct Shape {
-    I batch, height, width, dim;
-};
+struct Shape { I batch, height, width, dim; };
 
 // where the four quarters of token t come from
 template <class T>
@@ -255,20 +248,18 @@ inline void neighbours(const Shape& shape, I t, I border, const T* u, I kept, co
     out[3] = column + 1 < shape.width ? own + kept : missing;
 }
 
+// how memory is shared out: first the rows of [A|D]x that are kept from pass to pass, then `each` bytes for each thread
 struct Plan {
-    I tokens, kept, wide1, low1, wide, low, spare, each, start;  // `each`: bytes of scratch for one thread
+    I tokens, kept, wide1, low1, wide, low, spare, each, start;
     Plan(const std::vector<Block>& blocks, const Shape& shape, I tile, I size) {
+        const Mu &first = blocks[0].mu[0], &second = blocks[0].mu[1];  // all blocks have the same sizes
         tokens = shape.batch * shape.height * shape.width;
-        wide1 = wide = low1 = low = 0;
-        for (const Block& block : blocks)
-            for (const Mu& mu : block.mu) {
-                wide = std::max(wide, mu.A.vectors * LANES);
-                low = std::max(low, round_up(mu.low, LANES));
-            }
-        wide1 = blocks[0].mu[0].A.vectors * LANES;
-        low1 = round_up(blocks[0].mu[0].low, LANES);
+        wide1 = first.A.vectors * LANES;
+        low1 = round_up(first.low, LANES);
         kept = wide1 + low1;
-        spare = tile + 12;
+        wide = std::max(wide1, second.A.vectors * LANES);
+        low = std::max(low1, round_up(second.low, LANES));
+        spare = tile + 12;  // rows are multiplied up to 12 at a time
         each = round_up(spare * (2 * wide * sizeof(float) + (wide + shape.dim + low) * size), 64);
         start = round_up((2 * tokens + 1) * kept * size, 64);
     }
@@ -329,8 +320,8 @@ void run(float* x, const Shape& shape, const std::vector<Block>& blocks, float e
                 const I wide2 = second.A.vectors * LANES, low2 = round_up(second.low, LANES);
                 normalise<F>(here, dim, eps, norm, normed, rows);
                 multiply<F>(normed, dim, second.A, SCRATCH, f, wide2, rows);
-                if (second.D.vectors) multiply<F>(normed, dim, second.D, KEPT, lows, low2, rows);
                 const bool narrow = second.D.vectors;
+                if (narrow) multiply<F>(normed, dim, second.D, KEPT, lows, low2, rows);
                 multiply<F>(narrow ? lows : normed, narrow ? low2 : dim, second.B, SCRATCH, s, wide2, rows);
                 product<F>(f, s, second, wide2, eps, norm, true, p, rows);
                 multiply<F>(p, wide2, second.C, STREAM, here, dim, rows);
@@ -342,8 +333,8 @@ void run(float* x, const Shape& shape, const std::vector<Block>& blocks, float e
 
 }  // namespace
 
-// Blocks in place on x (batch, height, width, dim). A shift is 0 for none, 1 for a border that keeps, 2 for zeros. Without
-// `memory`, only says how many bytes of it are needed.
+// Blocks in place on x (batch, height, width, dim). A shift is 0 for none, 1 for a border that keeps, 2 for zeros.
+// Without `memory` this only says how many bytes of it are needed.
 extern "C" int64_t multilinear_blocks(float* x, const int64_t* sizes, const char* weights, const int64_t* table,
                                       int64_t depth, float eps, int64_t norm, int64_t shift_a, int64_t shift_d,
                                       int64_t half, char* memory, int64_t tile, int64_t threads) {

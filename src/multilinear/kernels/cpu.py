@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from multilinear.errors import MultilinearError
+
 SOURCE = Path(__file__).with_name("blocks.cpp")
 # The instructions are named, not "native", so that a cache may be shared between machines.
 FLAGS = (
@@ -69,6 +71,7 @@ class Blocks(nn.Module):
     ) -> None:
         super().__init__()
         self.depth, self.eps, self.dtype = len(blocks), eps, dtype
+        self.dim = blocks[0][0].C[0].shape[0]
         self.shifts = [SHIFTS[shift] for shift in shifts]
         parts: list[Tensor] = []
         table: list[int] = []
@@ -99,16 +102,22 @@ class Blocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         run = _library()
         assert run is not None, "Blocks needs blocks_for(dtype)"
+        if x.shape[-1] != self.dim or x.ndim < 3 or {x.device.type, self.packed.device.type} != {"cpu"}:
+            raise MultilinearError(
+                f"these blocks take (..., height, width, {self.dim}) on the CPU, where they were made; got "
+                f"{tuple(x.shape)} on {x.device}, weights on {self.packed.device}"
+            )
         out = torch.empty(x.shape, dtype=torch.float32).copy_(x)
-        tokens = out[..., 0].numel()
+        tokens = out.numel() // self.dim
         if tokens == 0:
             return out
+        sizes = (ctypes.c_int64 * 4)(tokens // (x.shape[-3] * x.shape[-2]), *x.shape[-3:])
         # less than a tile for each thread is not worth their waiting for each other
         threads = max(1, min(torch.get_num_threads(), tokens // TILE))
         rounds = -(-tokens // (threads * TILE))
         tile = -(-tokens // (threads * rounds * ROWS)) * ROWS
         arguments = (
-            out.data_ptr(), (ctypes.c_int64 * 4)(*x.shape), self.packed.data_ptr(), self.table.data_ptr(), self.depth,
+            out.data_ptr(), sizes, self.packed.data_ptr(), self.table.data_ptr(), self.depth,
             self.eps or 0.0, self.eps is not None, *self.shifts, self.dtype == torch.bfloat16,
         )  # fmt: skip
         memory = torch.empty(run(*arguments, None, tile, threads), dtype=torch.uint8)
