@@ -7,6 +7,7 @@ from multilinear.analysis import audit, cost, expand
 from multilinear.errors import MultilinearError
 from multilinear.layers import MuLayer, PatchEmbed, PolyBlock, PyramidPatchEmbed, fold, spatial_shift
 from multilinear.models import MONet, create, from_release, load, save
+from multilinear.optimize import optimize
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "fold",
     "from_release",
     "load",
+    "optimize",
     "save",
     "spatial_shift",
 ]

@@ -1,4 +1,4 @@
-"""Fused GPU kernels behind the same functions as the plain PyTorch code. Nobody else imports triton.
+"""Fused kernels behind the same functions as the plain PyTorch code. Nobody else imports triton.
 
 `MULTILINEAR_KERNELS=0` in the environment, or `use_kernels(False)`, switches to the plain code everywhere.
 """
@@ -24,6 +24,17 @@ def use_kernels(enabled: bool) -> None:
     """
     global _enabled
     _enabled = enabled
+
+
+def blocks_for(dtype: torch.dtype) -> bool:
+    """Whether whole Poly-Blocks have a kernel on this CPU, for inference in `dtype`. The first call may compile it.
+
+    >>> blocks_for(torch.float64)
+    False
+    """
+    from multilinear.kernels import cpu
+
+    return _enabled and cpu.blocks_for(dtype)
 
 
 def fused_for(x: Tensor) -> bool:

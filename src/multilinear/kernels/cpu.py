@@ -1,0 +1,209 @@
+"""Poly-Blocks as one C++ function, for x86 CPUs with AVX-512. It is compiled at first use and kept in the user's cache.
+
+Where that cannot be (another CPU, no compiler), `blocks_for` says no and callers use the plain code.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from multilinear.errors import MultilinearError
+
+SOURCE = Path(__file__).with_name("blocks.cpp")
+# The instructions are named, not "native", so that a cache may be shared between machines.
+FLAGS = (
+    "-std=c++17", "-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-fopenmp",
+    "-fPIC", "-shared",
+)  # fmt: skip
+NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}
+LANES = 16  # numbers in a vector
+PANEL = 4 * LANES  # outputs that one pass over the inputs sums up
+TILE = 48  # tokens that go through a block together: what lies between its matrices then stays in the cache
+ROWS = 12  # tokens are multiplied so many at a time, or by a divisor of it
+SHIFTS = {None: 0, "keep": 1, "zero": 2}
+Map = tuple[Tensor, Tensor]  # weight (out, in), bias (out)
+
+
+@dataclass(frozen=True)
+class Mu:
+    """`C[(scale_a P + shift_a) ∘ (scale_b Q + shift_b)]`, where P is A x and Q is B D x, each normalised or not."""
+
+    A: Map
+    D: Map | None
+    B: Map
+    C: Map
+    scale_a: Tensor
+    shift_a: Tensor
+    scale_b: Tensor
+    shift_b: Tensor
+
+
+class Blocks(nn.Module):
+    """Poly-Blocks of one width on (B, H, W, C), for inference; sums and the residual stream are float32.
+
+    Args:
+        blocks: the two Mu-Layers of each block. All blocks have the same sizes, and C is a multiple of 16.
+        eps: of the layer norms, without affine maps, ahead of each Mu-Layer and on both its branches. B is then centred
+            (its outputs have mean zero whatever its input), and so is A where it is not shifted. None for no norms.
+        shifts: borders of the shifts on both branches of the first Mu-Layers.
+        dtype: of the weights and of what lies between matrices, bfloat16 or float32.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[tuple[Mu, Mu]],
+        eps: float | None,
+        shifts: tuple[str | None, str | None],
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.depth, self.eps, self.dtype = len(blocks), eps, dtype
+        self.dim = blocks[0][0].C[0].shape[0]
+        self.shifts = [SHIFTS[shift] for shift in shifts]
+        parts: list[Tensor] = []
+        table: list[int] = []
+
+        def put(values: Tensor) -> int:
+            """Add to the packed weights, on a cache line's start; returns the offset in bytes."""
+            offset = sum(part.numel() for part in parts)
+            flat = values.contiguous().flatten().view(torch.uint8)
+            parts.append(F.pad(flat, (0, -flat.numel() % 64)))
+            return offset
+
+        for mu in (mu for block in blocks for mu in block):
+            for matrix in (mu.A, mu.D, mu.B, mu.C):
+                if matrix is None:
+                    table += [0, 0, 0, 0]
+                else:
+                    weight, bias = pack(matrix, dtype)
+                    table += [put(weight), put(bias), bias.numel() // LANES, weight.numel() // bias.numel()]
+            for vector in (mu.scale_a, mu.shift_a, mu.scale_b, mu.shift_b):
+                table.append(put(F.pad(vector.float(), (0, -vector.numel() % LANES))))
+            table += [mu.A[0].shape[0], mu.B[0].shape[1]]
+        # offsets into one buffer rather than addresses, so that copies of this module are modules of their own
+        self.register_buffer("packed", torch.cat(parts))
+        self.register_buffer("table", torch.tensor(table, dtype=torch.int64))
+        self.packed: Tensor
+        self.table: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = _library()
+        assert run is not None, "Blocks needs blocks_for(dtype)"
+        if x.shape[-1] != self.dim or x.ndim < 3 or {x.device.type, self.packed.device.type} != {"cpu"}:
+            raise MultilinearError(
+                f"these blocks take (..., height, width, {self.dim}) on the CPU, where they were made; got "
+                f"{tuple(x.shape)} on {x.device}, weights on {self.packed.device}"
+            )
+        out = torch.empty(x.shape, dtype=torch.float32).copy_(x)
+        tokens = out.numel() // self.dim
+        if tokens == 0:
+            return out
+        sizes = (ctypes.c_int64 * 4)(tokens // (x.shape[-3] * x.shape[-2]), *x.shape[-3:])
+        # less than a tile for each thread is not worth their waiting for each other
+        threads = max(1, min(torch.get_num_threads(), tokens // TILE))
+        rounds = -(-tokens // (threads * TILE))
+        tile = -(-tokens // (threads * rounds * ROWS)) * ROWS
+        arguments = (
+            out.data_ptr(), sizes, self.packed.data_ptr(), self.table.data_ptr(), self.depth,
+            self.eps or 0.0, self.eps is not None, *self.shifts, self.dtype == torch.bfloat16,
+        )  # fmt: skip
+        memory = torch.empty(run(*arguments, None, tile, threads), dtype=torch.uint8)
+        run(*arguments, memory.data_ptr(), tile, threads)
+        return out
+
+
+def pack(matrix: Map, dtype: torch.dtype) -> Map:
+    """Weights in the order in which the C++ code reads them, both sides padded with zeros; the bias in float32.
+
+    >>> [part.numel() for part in pack((torch.ones(8, 3), torch.ones(8)), torch.bfloat16)]
+    [64, 16]
+    """
+    weight, bias = matrix
+    pair = 2 if dtype == torch.bfloat16 else 1
+    outputs, inputs = weight.shape
+    weight = F.pad(weight, (0, -inputs % pair, 0, -outputs % LANES)).to(dtype)
+    panels = [part.t().reshape(-1, pair, part.shape[0]).transpose(1, 2).flatten() for part in weight.split(PANEL)]
+    return torch.cat(panels), F.pad(bias.float(), (0, -outputs % LANES))
+
+
+@functools.cache
+def features() -> frozenset[str]:
+    """Instruction sets of this CPU, as Linux names them; empty where it does not say.
+
+    >>> "avx512_bf16" in features() or "avx512_bf16" not in features()
+    True
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), []))
+
+
+def blocks_for(dtype: torch.dtype) -> bool:
+    """Whether `Blocks` runs here: the CPU has the instructions, and the code is or can be compiled.
+
+    >>> blocks_for(torch.float64)
+    False
+    """
+    needed = {torch.float32: NEEDED, torch.bfloat16: NEEDED | {"avx512_bf16"}}.get(dtype)
+    return needed is not None and needed <= features() and _library() is not None
+
+
+def compiler() -> str | None:
+    """The C++ compiler that torch.compile would use too: `CXX`, or the first found.
+
+    >>> compiler() is None or isinstance(compiler(), str)
+    True
+    """
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    return next(filter(None, map(shutil.which, names)), None)
+
+
+@functools.cache
+def _library() -> Any | None:
+    """The C++ function, or None where it cannot be compiled or loaded."""
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    kept = home / "multilinear" / f"blocks-{key}.so"
+    try:
+        run = _load(kept).multilinear_blocks
+    except (OSError, AttributeError, subprocess.SubprocessError):
+        return None
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    run.restype = number
+    run.argtypes = (*[address] * 4, number, ctypes.c_float, *[number] * 4, address, number, number)
+    return run
+
+
+def _load(kept: Path) -> ctypes.CDLL:
+    """Load `kept`, compiled anew if it is not there or no library; for this process only if it cannot be written."""
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(kept))
+    with tempfile.TemporaryDirectory() as folder:
+        built = Path(folder) / kept.name
+        program = compiler()
+        if program is None:
+            raise FileNotFoundError("no C++ compiler")
+        command = [program, *FLAGS, str(SOURCE), "-o", str(built)]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        library = ctypes.CDLL(str(built))
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            part = kept.with_suffix(f".{os.getpid()}")
+            shutil.copyfile(built, part)
+            part.replace(kept)  # in one step: others may be loading it
+    return library
