@@ -157,17 +157,24 @@ class Tile(NamedTuple):
     resident: int = 1
 
 
+# tiles of each kernel for blocks of up to so many channels; measured on an H200
+TILES = {
+    64: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 2), "mu2": Tile(64, 4, 32, 3, 2),
+         "mu2_back": Tile(64, 4, 64, 2), "mu1_back": Tile(64, 4, 32, 2)},
+    128: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(64, 4, 64, 2, 2),
+          "mu2_back": Tile(128, 8, 32, 3), "mu1_back": Tile(64, 4, 32, 2)},
+    192: {"lift": Tile(64, 4, 64, 3), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(128, 8, 32, 3),
+          "mu2_back": Tile(128, 8, 32, 2), "mu1_back": Tile(64, 4, 32, 2)},
+    256: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(128, 8, 32, 2),
+          "mu2_back": Tile(64, 4, 32, 2), "mu1_back": Tile(64, 4, 32, 2)},
+    512: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 8, 64, 2), "mu2": Tile(64, 4, 32, 2),
+          "mu2_back": Tile(64, 4, 16, 2), "mu1_back": Tile(64, 4, 32, 2)},
+}  # fmt: skip
+
+
 @lru_cache
 def tiles(s: Sizes) -> dict[str, Tile]:
-    """Tiles of each kernel; measured on an H200."""
-    c = s.channels
-    return {
-        "lift": Tile(64, 4, 64, 1 if c <= 128 else 3),
-        "mu1": Tile(64, 8 if c > 256 else 4, 64, 2 if c == 64 else 1),
-        "mu2": Tile(64, 4, 32, 3, 3) if c <= 64 else Tile(64, 4, 64, 2, 2) if c <= 128 else Tile(128, 8, 64 if c < 256 else 32, 2),
-        "mu2_back": Tile(64, 4, 64, 2) if c <= 64 else Tile(128, 8, 32, 3) if c <= 192 else Tile(64, 4, 32 if c <= 256 else 16, 2),
-        "mu1_back": Tile(64, 4, 32, 2),
-    }
+    return next(table for most, table in TILES.items() if s.channels <= most)
 
 
 def constants(s: Sizes, names: Sequence[str]) -> dict[str, int]:
