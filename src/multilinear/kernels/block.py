@@ -1,4 +1,4 @@
-"""A Poly-Block with layer norms as one operator: its weights made ready, its kernels launched, its gradients gathered."""
+"""A Poly-Block with layer norms as one operator: its weights made ready, its kernels launched."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -8,8 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS as NAMES
-from multilinear.kernels import block_forward
+from multilinear.kernels import BLOCK_PARAMETERS, block_forward
 
 
 class Sizes(NamedTuple):
@@ -68,7 +67,7 @@ class Prepared(NamedTuple):
 
 
 def sizes_of(weights: Sequence[Tensor]) -> Sizes:
-    named = dict(zip(NAMES, weights, strict=True))
+    named = dict(zip(BLOCK_PARAMETERS, weights, strict=True))
     return Sizes(
         named["mu1.A.weight"].shape[1], *named["mu1.B.weight"].shape, *named["mu2.B.weight"].shape
     )  # fmt: skip
@@ -89,9 +88,9 @@ def _with_extras(both: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.custom_op("multilinear::poly_block_prepare", mutates_args=())
 def prepare(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The fields of `Prepared` from the parameters `NAMES`."""
+    """The fields of `Prepared` from the parameters `BLOCK_PARAMETERS`."""
     with torch.autocast(weights[0].device.type, enabled=False):
-        named = {name: weight.float() for name, weight in zip(NAMES, weights, strict=True)}
+        named = {name: weight.float() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
         factor = _centred(named["mu1.B.weight"], named["mu1.B.bias"])
         first = _centred(named["mu2.A.weight"], named["mu2.A.bias"])
         second = _centred(named["mu2.B.weight"], named["mu2.B.bias"])
@@ -147,21 +146,19 @@ def offsets(s: Sizes) -> Offsets:
 
 
 class Tile(NamedTuple):
-    """Tokens of a tile, warps, hidden channels of a chunk, chunks on their way from memory, and tiles at a time on one
-    processor."""
+    """Tokens of a tile, warps, hidden channels of a chunk, and chunks on their way from memory."""
 
     tokens: int
     warps: int
     chunk: int
     stages: int
-    resident: int = 1
 
 
 # tiles of each kernel for blocks of up to so many channels; measured on an H200
 TILES = {
-    64: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 2), "mu2": Tile(64, 4, 32, 3, 2),
+    64: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 2), "mu2": Tile(64, 4, 32, 3),
          "mu2_back": Tile(64, 4, 64, 2), "mu1_back": Tile(64, 4, 32, 2)},
-    128: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(64, 4, 64, 2, 2),
+    128: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(64, 4, 64, 2),
           "mu2_back": Tile(128, 8, 32, 3), "mu1_back": Tile(64, 4, 32, 2)},
     192: {"lift": Tile(64, 4, 64, 3), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(128, 8, 32, 3),
           "mu2_back": Tile(128, 8, 32, 2), "mu1_back": Tile(64, 4, 32, 2)},
@@ -226,21 +223,13 @@ def poly_block(
     )  # fmt: skip
     tile = tiles(s)["mu2"]
     kernel = block_forward.mu2
-    programs = triton.cdiv(rows, tile.tokens)
-    if not save:
-        programs = min(programs, tile.resident * _processors(x.device))
-    n, d = (x.new_empty(rows if save else programs * tile.tokens, wide + 16) for wide in (s.channels, s.low2))
-    kernel[(programs,)](
+    n, d = (x.new_empty((rows, wide + 16) if save else 0) for wide in (s.channels, s.low2))
+    kernel[(triton.cdiv(rows, tile.tokens),)](
         mid, out, keep2, n, d, stats2, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram,
         ready.vectors, rows, height * width, eps, **constants(s, kernel.arg_names), DROP=keep2 is not None, TRAIN=save,
         T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out, [u, mid, stats1, n, d, stats2] if save else []
-
-
-@lru_cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 @poly_block.register_fake

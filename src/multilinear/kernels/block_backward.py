@@ -12,7 +12,7 @@ the gradient of the quadratic form that gave the variance, so that k n joins P a
 import triton
 import triton.language as tl
 
-from multilinear.kernels.block_forward import (
+from multilinear.kernels.block_parts import (
     columns,
     gather,
     gather_rows,

@@ -7,9 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import block_backward
+from multilinear.kernels import BLOCK_PARAMETERS, block_backward
 from multilinear.kernels.block import (
-    NAMES,
     Prepared,
     Sizes,
     chunk,
@@ -156,7 +155,7 @@ def poly_block_backward(
     """Gradients of x and of all weights."""
     s, ready = sizes_of(weights), Prepared(*prepared)
     with torch.autocast(x.device.type, enabled=False):
-        named = {name: weight.float() for name, weight in zip(NAMES, weights, strict=True)}
+        named = {name: weight.float() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
         u, mid, stats1, n, d, stats2 = saved
         grad, found = _second_layer(grad, mid, n, d, stats2, keep2, named, ready, s, eps)
         grad, more = _first_layer(grad, x, u, stats1, keep1, named, ready, s, keep_border, eps)
@@ -165,7 +164,7 @@ def poly_block_backward(
         found |= more
         return [grad, *(
             _own(found[name].to(weight.dtype).reshape(weight.shape))
-            for name, weight in zip(NAMES, weights, strict=True)
+            for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)
         )]  # fmt: skip
 
 
@@ -185,9 +184,7 @@ def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
     x, keep1, keep2, *rest = ctx.saved_tensors
     kept, weights = ctx.lengths
     saved, weights, prepared = rest[:kept], rest[kept : kept + weights], rest[kept + weights :]
-    found = poly_block_backward(
-        grad.contiguous(), x, saved, keep1, keep2, weights, prepared, ctx.keep_border, ctx.eps
-    )
+    found = poly_block_backward(grad.contiguous(), x, saved, keep1, keep2, weights, prepared, ctx.keep_border, ctx.eps)
     return found[0], None, None, found[1:], [None] * len(prepared), None, None, None
 
 
