@@ -78,6 +78,14 @@ def _centred(weight: Tensor, bias: Tensor) -> Tensor:
     return both - both.mean(0)
 
 
+def _gram(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """`matrix' matrix` in float32."""
+    if not matrix.is_cuda:
+        return matrix.T @ matrix
+    stored = matrix.to(dtype)
+    return torch.mm(stored.T, stored, out_dtype=torch.float32)
+
+
 def _with_extras(both: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
     """A matrix next to the columns that `extras` of the kernels multiplies: its bias and the norm's shift, as stored
     and what that leaves."""
@@ -94,7 +102,7 @@ def prepare(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         factor = _centred(named["mu1.B.weight"], named["mu1.B.bias"])
         first = _centred(named["mu2.A.weight"], named["mu2.A.bias"])
         second = _centred(named["mu2.B.weight"], named["mu2.B.bias"])
-        gram, low_gram = first.T @ first, second.T @ second
+        gram, low_gram = _gram(first, dtype), _gram(second, dtype)
         alpha = named["mu1.alpha"]
         vectors = [
             named["norm1.weight"], named["norm1.bias"], named["mu1.C.bias"], named["mu2.C.bias"],

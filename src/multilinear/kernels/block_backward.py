@@ -75,8 +75,8 @@ def mu2_back(
     # of the gradient along a branch only the part along its normed values counts, not that along the norm's shift
     column = tl.arange(0, 16)[None, :]
     shift = (column == 2) | (column == 4)
-    k_a = ((scale_a * along - tl.sum(tl.where(shift, shift_a, 0.0), 1)) * scale_a / R2)[:, None]
-    k_b = ((scale_b * along - tl.sum(tl.where(shift, shift_b, 0.0), 1)) * scale_b / R2)[:, None]
+    k_a = ((tl.sum(tl.where(shift, shift_a, 0.0), 1) - scale_a * along) * scale_a / R2)[:, None]
+    k_b = ((tl.sum(tl.where(shift, shift_b, 0.0), 1) - scale_b * along) * scale_b / R2)[:, None]
     n0, n1 = load_floats(n_ptr, row, live, C + 16, C0, C1)
     store_rows(P_ptr + R2, row, live, n0 * k_a, n1 * k_a, SP, C0, C1)
     d0, d1 = load_low(d_ptr, row, live, L2 + 16, L2, L20, L21)

@@ -1,6 +1,7 @@
 """The way back through a Poly-Block: its kernels launched, and the gradients of all parameters put together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from multilinear.kernels.block import (
     Sizes,
     chunk,
     constants,
+    offsets,
     poly_block,
     sizes_of,
     tiles,
@@ -26,53 +28,83 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
     return left.T.float() @ right.float()
 
 
+Gradients = dict[str, Tensor]
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _beside(work: Callable[[], Gradients], device: torch.device) -> Callable[[], Gradients]:
+    """Start the small products that end in gradients of parameters beside what follows; the result waits for them."""
+    if device.type != "cuda":
+        return work
+    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        found = work()
+
+    def join() -> Gradients:
+        main.wait_stream(side)
+        for tensor in found.values():
+            tensor.record_stream(main)
+        return found
+
+    return join
+
+
 def _second_layer(
     grad: Tensor, mid: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, named: dict[str, Tensor],
     ready: Prepared, s: Sizes, eps: float,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Callable[[], Gradients]]:  # fmt: skip
     """The gradients of the value between the Mu-Layers and of everything in the second."""
-    rows = mid.numel() // s.channels
+    rows, rank, channels, low = mid.numel() // s.channels, s.rank2, s.channels, s.low2
     tile = tiles(s)["mu2_back"]
     kernel = block_backward.mu2_back
     fixed = constants(s, kernel.arg_names)
-    h, P, Q = (mid.new_empty(rows, width) for width in (s.rank2, fixed["SP"], fixed["SQ"]))
+    h, P, Q = (mid.new_empty(rows, width) for width in (rank, fixed["SP"], fixed["SQ"]))
     kernel[(triton.cdiv(rows, tile.tokens),)](
         grad, n, d, stats, ready.A2, ready.B2, ready.C2, h, P, Q, rows, **fixed,
-        T=tile.tokens, J=chunk(s.rank2, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
+        T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    torch.mm(Q, _backward_matrix(ready.B2, ready.low_gram, ready.second), out=P[:, -s.low2 :])
-    dn = P @ torch.cat([_backward_matrix(ready.A2, ready.gram, ready.first), ready.D2])
+    # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], and Q the same of B
+    linear, low_linear = _linear_terms(ready, s)
+    gap = ready.gram.new_zeros(7, channels)
+    torch.mm(Q, torch.cat([ready.B2[:, :low], ready.low_gram, low_linear, gap[:, :low]]), out=P[:, -low:])
+    dn = P @ torch.cat([ready.A2[:, :channels], ready.gram, linear, gap, ready.D2])
     out, totals, _ = _through_shared_norm(dn, mid, grad, keep, ready, s, eps, write=False)
-    rank, channels, low = s.rank2, s.channels, s.low2
-    product, low_product = _product(P, n), _product(Q, d)
-    alpha, weight_b, bias_b = (named[f"mu2.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
-    first = _through_norm(ready.first, product, named["mu2.norm_a.weight"])
-    second = _through_norm(ready.second, low_product, alpha * weight_b)
-    scale_b, shift_b = (
-        (ready.second * low_product[:rank, : low + 1]).sum(1),
-        low_product[:rank, low + 2 : low + 4].sum(1),
-    )
-    low_rank = product[-low:]
-    return out, {
-        "norm1.weight": totals[0], "norm1.bias": totals[1],
-        "mu2.A.weight": first[:, :-1], "mu2.A.bias": first[:, -1],
-        "mu2.D.weight": low_rank[:, :channels], "mu2.D.bias": low_rank[:, channels],
-        "mu2.B.weight": second[:, :-1], "mu2.B.bias": second[:, -1],
-        "mu2.C.weight": _product(grad.view(rows, channels), h), "mu2.C.bias": totals[2],
-        "mu2.norm_a.weight": (ready.first * product[:rank, : channels + 1]).sum(1),
-        "mu2.norm_a.bias": product[:rank, channels + 2 : channels + 4].sum(1),
-        "mu2.norm_b.weight": alpha * scale_b, "mu2.norm_b.bias": alpha * shift_b,
-        "mu2.alpha": (weight_b * scale_b + bias_b * shift_b).sum(),
-    }  # fmt: skip
+
+    def parameters() -> Gradients:
+        product, low_product = _product(P, n), _product(Q, d)
+        alpha, weight_b, bias_b = (named[f"mu2.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
+        first = _through_norm(ready.first, product, named["mu2.norm_a.weight"])
+        second = _through_norm(ready.second, low_product, alpha * weight_b)
+        scale_b = (ready.second * low_product[:rank, : low + 1]).sum(1)
+        shift_b = low_product[:rank, low + 2 : low + 4].sum(1)
+        low_rank = product[-low:]
+        return {
+            "mu2.A.weight": first[:, :-1], "mu2.A.bias": first[:, -1],
+            "mu2.D.weight": low_rank[:, :channels], "mu2.D.bias": low_rank[:, channels],
+            "mu2.B.weight": second[:, :-1], "mu2.B.bias": second[:, -1],
+            "mu2.C.weight": _product(grad.view(rows, channels), h),
+            "mu2.norm_a.weight": (ready.first * product[:rank, : channels + 1]).sum(1),
+            "mu2.norm_a.bias": product[:rank, channels + 2 : channels + 4].sum(1),
+            "mu2.norm_b.weight": alpha * scale_b, "mu2.norm_b.bias": alpha * shift_b,
+            "mu2.alpha": (weight_b * scale_b + bias_b * shift_b).sum(),
+            "norm1.weight": totals[0], "norm1.bias": totals[1], "mu2.C.bias": totals[2],
+        }  # fmt: skip
+
+    return out, _beside(parameters, mid.device)
 
 
-def _backward_matrix(matrix: Tensor, gram: Tensor, centred: Tensor) -> Tensor:
-    """What [gradient | k n | k, 0...] is multiplied with to become the gradient of n."""
-    width = len(gram)
-    # half the linear term of the form, A' a, is the last column of the whole Gram matrix
-    linear = centred[:, :-1].T @ centred[:, -1]
-    last = torch.cat([-linear[None].to(gram.dtype), gram.new_zeros(7, width)])
-    return torch.cat([matrix[:, :width], -gram, last])
+def _linear_terms(ready: Prepared, s: Sizes) -> tuple[Tensor, Tensor]:
+    """A'a and B'b as rows: half the linear terms of the quadratic forms."""
+    forms = ready.vectors[offsets(s).forms :]
+    start = s.channels + s.low2
+    rows = forms[: s.channels], forms[start : start + s.low2]
+    first, second = ((row[None] / 2).to(ready.gram.dtype) for row in rows)
+    return first, second
 
 
 def _through_shared_norm(
@@ -102,13 +134,13 @@ def _through_norm(matrix: Tensor, product: Tensor, weight: Tensor) -> Tensor:
     """The gradient of a centred matrix with its bias, from products of gradients before the norm with its input."""
     rank, width = matrix.shape
     grad = weight[:, None] * product[:rank, :width]
-    return torch.addmm(grad - grad.mean(0), matrix, product[rank : rank + width, :width], alpha=-1)
+    return torch.addmm(grad - grad.mean(0), matrix, product[rank : rank + width, :width])
 
 
 def _first_layer(
     grad: Tensor, x: Tensor, u: Tensor, stats: Tensor, keep: Tensor | None, named: dict[str, Tensor], ready: Prepared,
     s: Sizes, keep_border: bool, eps: float,
-) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
+) -> tuple[Tensor, Gradients]:  # fmt: skip
     """The gradients of the block's input and of everything in the first Mu-Layer."""
     rows, channels, rank, low = x.numel() // s.channels, s.channels, s.rank1, s.low1
     height, width = x.shape[-3:-1]
@@ -157,8 +189,9 @@ def poly_block_backward(
     with torch.autocast(x.device.type, enabled=False):
         named = {name: weight.float() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
         u, mid, stats1, n, d, stats2 = saved
-        grad, found = _second_layer(grad, mid, n, d, stats2, keep2, named, ready, s, eps)
+        grad, second = _second_layer(grad, mid, n, d, stats2, keep2, named, ready, s, eps)
         grad, more = _first_layer(grad, x, u, stats1, keep1, named, ready, s, keep_border, eps)
+        found = second()
         for name in ("norm1.weight", "norm1.bias"):  # the two places share one norm
             found[name] = found[name] + more.pop(name)
         found |= more

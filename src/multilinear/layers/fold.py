@@ -108,37 +108,12 @@ def _fold_mu(layer: MuLayer, before: Map | None = None) -> FoldedMuLayer | None:
 
 def _fold_pyramid(embed: PyramidPatchEmbed) -> PatchEmbed | None:
     """The whole pyramid is one linear map of a patch; worth merging unless that has more weights."""
-    levels = [level for level in embed.levels if isinstance(level, nn.Conv2d)]
-    weight, bias = _kernel(levels[0])
-    for i, reduce in enumerate(embed.reduce):
-        assert isinstance(reduce, nn.Conv2d)
-        weight, bias = _compose(weight, bias, *_kernel(reduce))
-        if i + 1 < len(levels):
-            coarse, coarse_bias = _kernel(levels[i + 1])
-            if embed.mix is None:
-                weight, bias = weight + coarse, bias + coarse_bias
-            else:
-                mix = embed.mix[i]
-                assert isinstance(mix, nn.Conv2d)
-                both = torch.cat([weight, coarse]), torch.cat([bias, coarse_bias])
-                weight, bias = _compose(*both, *_kernel(mix))
+    weight, bias = embed.merged()
     if weight.numel() > sum(p.numel() for p in embed.parameters()):
         return None
     merged = PatchEmbed(embed.stride, weight.shape[1], weight.shape[0], init="pytorch")
     merged.proj.weight, merged.proj.bias = nn.Parameter(weight), nn.Parameter(bias)
     return merged.eval()
-
-
-def _compose(inner: Tensor, inner_bias: Tensor, outer: Tensor, outer_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The kernel of a convolution (kernel = stride = p) followed by another (kernel = stride = q): one of p * q."""
-    weight = torch.einsum("omyx,micd->oiycxd", outer, inner)
-    out, chans, q, p = weight.shape[:4]
-    return weight.reshape(out, chans, q * p, q * p), torch.einsum("omyx,m->o", outer, inner_bias) + outer_bias
-
-
-def _kernel(conv: nn.Conv2d) -> tuple[Tensor, Tensor]:
-    assert conv.bias is not None
-    return conv.weight, conv.bias
 
 
 def _branch_affine(norm: nn.Module, after: nn.Linear) -> Map | None:

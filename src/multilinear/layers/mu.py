@@ -199,6 +199,16 @@ class PolyBlock(nn.Module):
         x = x + self.drop_path(self.mu2(norm2(x)))
         return x
 
+    def fuses(self) -> bool:
+        """Whether 16-bit images would take the fused form where this block is.
+
+        >>> PolyBlock(64).fuses()  # on a CPU
+        False
+        """
+        return kernels.fused_for(self.mu1.A.weight) and self._fusible(
+            self.mu1.A.weight.new_empty(1, 1, 1, self.in_features)
+        )
+
     def _fusible(self, x: Tensor) -> bool:
         """Whether this is the published block, nobody looks inside, and the kernels take its sizes."""
         mu1, mu2 = self.mu1, self.mu2

@@ -177,9 +177,12 @@ class Step:
 def compile_blocks(model: nn.Module) -> None:
     """Compile the embedding and every Poly-Block in place; blocks of one width and mode share one compilation.
 
+    Blocks that run as fused kernels are left as they are: there is nothing left to fuse.
+
     >>> compile_blocks(nn.Linear(1, 1))
     """
     torch._dynamo.config.recompile_limit = 64  # widths of stages times training and evaluation
     for module in model.modules():
-        if isinstance(module, PatchEmbed | PolyBlock | PyramidPatchEmbed):
+        fused = isinstance(module, PolyBlock) and module.fuses()
+        if isinstance(module, PatchEmbed | PolyBlock | PyramidPatchEmbed) and not fused:
             module.compile()
