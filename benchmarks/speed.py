@@ -110,7 +110,7 @@ class GpuRun:
         latency = part == "latency"
         runtimes = ["compile bf16"] + ["compile bf16 reduce-overhead"] * latency
         if name.startswith("monet"):
-            runtimes = ["optimize bf16"] * OPTIMIZED + ["blocks bf16"] + ["blocks bf16 graph"] * self.graphs
+            runtimes = ["optimize bf16"] * OPTIMIZED + ["blocks bf16"]
         for runtime in runtimes:
             failed = self.one_inference(name, part, batch, runtime)
             if failed and runtime == "optimize bf16":  # it may want weights of single precision

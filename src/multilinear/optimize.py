@@ -279,7 +279,7 @@ def _onnx(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Modu
 
 
 class CudaGraphs(nn.Module):
-    """Replays one recorded CUDA graph for each input shape; the least recently used of `GRAPHS` is dropped.
+    """Replays one recorded CUDA graph for each shape and type of input; the least recently used of `GRAPHS` is dropped.
 
     Inputs are copied into, and outputs out of, memory of the graph's own, so a result is the caller's to keep.
     """
@@ -287,22 +287,22 @@ class CudaGraphs(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
-        self._graphs: OrderedDict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
+        self._graphs: OrderedDict[object, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
 
     def forward(self, images: Tensor) -> Tensor:
-        shape = tuple(images.shape)
-        if shape not in self._graphs:
+        kind = images.shape, images.dtype
+        if kind not in self._graphs:
             if len(self._graphs) >= GRAPHS:
                 self._graphs.popitem(last=False)
-            self._graphs[shape] = self._record(images)
-        self._graphs.move_to_end(shape)
-        graph, static, out = self._graphs[shape]
+            self._graphs[kind] = self._record(images)
+        self._graphs.move_to_end(kind)
+        graph, static, out = self._graphs[kind]
         static.copy_(images)
         graph.replay()
         return out.clone()
 
     def _record(self, images: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        static = images.float().clone()
+        static = images.clone()
         with torch.cuda.device(images.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
