@@ -316,28 +316,7 @@ class CudaGraphs(nn.Module):
         return graph, static, out
 
 
-class GpuBlocks(nn.Module):
-    """Poly-Blocks of one width as fused kernels, each of which also begins the next block."""
-
-    def __init__(self, blocks: list[PolyBlock], dtype: torch.dtype) -> None:
-        super().__init__()
-        layers = blocks[0].mu1, blocks[0].mu2
-        self.ranks, self.lows = zip(*(mu.B.weight.shape for mu in layers), strict=True)
-        self.keep_border, self.eps = _border(layers[0].shift) == "keep", float(layers[0].norm_a.eps)  # type: ignore[arg-type]
-        self.prepared = [
-            kernels.prepare_block([block.get_parameter(name) for name in kernels.BLOCK_PARAMETERS], dtype)
-            for block in blocks
-        ]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return kernels.poly_blocks(x, self.prepared, self.ranks, self.lows, self.keep_border, self.eps)
-
-
 def _graph(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     if device.type != "cuda":
         raise MultilinearError(f"backend 'graph' needs a model on an NVIDIA GPU, this one is on {device}")
-    root = nn.ModuleDict({"model": model})
-    for parent, name, blocks in list(_runs(root)) if dtype != torch.float32 else []:
-        if all(block.fuses() for block in blocks):
-            setattr(parent, name, GpuBlocks(blocks, dtype))
-    return CudaGraphs(InType(root["model"], dtype))
+    return CudaGraphs(InType(model, dtype))

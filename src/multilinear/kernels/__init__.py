@@ -131,19 +131,3 @@ def poly_block(
     keep1, keep2 = kept or (None, None)
     out: Tensor = fused(x.contiguous(), keep1, keep2, list(weights), list(prepared), keep_border, eps, save)[0]
     return out
-
-
-def poly_blocks(
-    x: Tensor, prepared: Sequence[Sequence[Tensor]], ranks: tuple[int, int], lows: tuple[int, int], keep_border: bool,
-    eps: float,
-) -> Tensor:  # fmt: skip
-    """Fused Poly-Blocks of the same sizes one after the other, for inference. GPU only.
-
-    >>> callable(poly_blocks)
-    True
-    """
-    from multilinear.kernels.block import Prepared, Sizes
-    from multilinear.kernels.block import poly_blocks as fused
-
-    sizes = Sizes(x.shape[-1], ranks[0], lows[0], ranks[1], lows[1])
-    return fused(x.contiguous(), [Prepared(*tensors) for tensors in prepared], sizes, keep_border, eps)

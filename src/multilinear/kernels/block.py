@@ -137,9 +137,6 @@ def _(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [*(new(shape, dtype=dtype) for shape in shapes), *(new(shape, dtype=torch.float32) for shape in floats)]
 
 
-JOINED_UP_TO = 192  # channels: wider blocks do not hold the beginning of the next one in their registers
-
-
 class Offsets(NamedTuple):
     """Where groups of vectors start in `Prepared.vectors`."""
 
@@ -215,65 +212,33 @@ def poly_block(
     """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, the first one's
     statistics, what the second's branches read, and its statistics."""
     s, ready = sizes_of(weights), Prepared(*prepared)
+    height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
     u = x.new_empty(rows, align(s.rank1 + s.low1))
     out, mid = torch.empty_like(x), torch.empty_like(x)
     stats1, stats2 = (x.new_empty((rows, 3) if save else 0, dtype=torch.float32) for _ in range(2))
-    n, d = (x.new_empty((rows, wide + 16) if save else 0) for wide in (s.channels, s.low2))
-    _lift(x, u, ready, s, eps)
-    _mu1(x, u, mid, stats1, keep1, ready, s, keep_border, eps, save=save)
-    _mu2(mid, out, n, d, stats2, keep2, ready, s, eps, save=save)
-    return out, [u, mid, stats1, n, d, stats2] if save else []
-
-
-def poly_blocks(x: Tensor, blocks: Sequence[Prepared], s: Sizes, keep_border: bool, eps: float) -> Tensor:
-    """Several blocks of the same sizes one after the other, for inference: each also writes the u of the next."""
-    u = x.new_empty(x.numel() // s.channels, align(s.rank1 + s.low1))
-    mid, out, none = torch.empty_like(x), torch.empty_like(x), x.new_empty(0, dtype=torch.float32)
-    joined = s.channels <= JOINED_UP_TO
-    for i, ready in enumerate(blocks):
-        if i == 0 or not joined:
-            _lift(x, u, ready, s, eps)
-        _mu1(x, u, mid, none, None, ready, s, keep_border, eps, save=False)
-        following = blocks[i + 1] if joined and i + 1 < len(blocks) else None
-        _mu2(mid, out, mid, mid, none, None, ready, s, eps, save=False, u=u, following=following)
-        x = out  # its memory can be written again once `mid` has been
-    return out
-
-
-def _lift(x: Tensor, u: Tensor, ready: Prepared, s: Sizes, eps: float) -> None:
-    tile, kernel = tiles(s)["lift"], block_forward.lift
-    kernel[(triton.cdiv(len(u), tile.tokens),)](
-        x, u, ready.lifting, ready.vectors, len(u), eps, **constants(s, kernel.arg_names),
+    tile = tiles(s)["lift"]
+    kernel = block_forward.lift
+    kernel[(triton.cdiv(rows, tile.tokens),)](
+        x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
         T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-def _mu1(
-    x: Tensor, u: Tensor, out: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
-    keep_border: bool, eps: float, *, save: bool,
-) -> None:  # fmt: skip
-    tile, kernel = tiles(s)["mu1"], block_forward.mu1
-    kernel[(triton.cdiv(len(u), tile.tokens),)](
-        x, u, out, stats, keep, ready.B1, ready.C1, ready.vectors, len(u), *x.shape[-3:-1], eps,
-        **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep is not None,
+    tile = tiles(s)["mu1"]
+    kernel = block_forward.mu1
+    kernel[(triton.cdiv(rows, tile.tokens),)](
+        x, u, mid, stats1, keep1, ready.B1, ready.C1, ready.vectors, rows, height, width, eps,
+        **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep1 is not None,
         T=tile.tokens, J=chunk(s.rank1, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-
-
-def _mu2(
-    x: Tensor, out: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
-    eps: float, *, save: bool, u: Tensor | None = None, following: Prepared | None = None,
-) -> None:  # fmt: skip
-    rows = x.numel() // s.channels
-    tile, kernel = tiles(s)["mu2"], block_forward.mu2
-    lifting, vectors = (None, None) if following is None else (following.lifting, following.vectors)
+    tile = tiles(s)["mu2"]
+    kernel = block_forward.mu2
+    n, d = (x.new_empty((rows, wide + 16) if save else 0) for wide in (s.channels, s.low2))
     kernel[(triton.cdiv(rows, tile.tokens),)](
-        x, out, keep, n, d, stats, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram, ready.vectors,
-        u, lifting, vectors, rows, x.shape[-3] * x.shape[-2], eps, **constants(s, kernel.arg_names),
-        DROP=keep is not None, TRAIN=save, NEXT=following is not None, T=tile.tokens, J=chunk(s.rank2, tile.chunk),
-        JC=chunk(s.channels), STAGES=tile.stages, num_warps=tile.warps,
+        mid, out, keep2, n, d, stats2, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram,
+        ready.vectors, rows, height * width, eps, **constants(s, kernel.arg_names), DROP=keep2 is not None, TRAIN=save,
+        T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
+    return out, [u, mid, stats1, n, d, stats2] if save else []
 
 
 @poly_block.register_fake

@@ -40,18 +40,9 @@ def lift(
     row = tl.program_id(0) * T + tl.arange(0, T)
     live = row < rows
     x0, x1 = load_floats(x_ptr, row, live, C, C0, C1)
-    lift_rows(x0, x1, u_ptr, AD_ptr, vectors_ptr, row, live, eps, C, C0, C1, U, US, BIAS, J)
-
-
-@triton.jit
-def lift_rows(
-    x0, x1, u_ptr, AD_ptr, vectors_ptr, row, live, eps,
-    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, U: tl.constexpr, US: tl.constexpr,
-    BIAS: tl.constexpr, J: tl.constexpr,
-):  # fmt: skip
     x0, x1, _, _ = unit_rows(x0, x1, eps, C, C1)
     x0, x1 = affine(x0, x1, vectors_ptr, vectors_ptr + C, C0, C1)
-    n0, n1 = x0.to(u_ptr.dtype.element_ty), x1.to(u_ptr.dtype.element_ty)
+    n0, n1 = x0.to(x_ptr.dtype.element_ty), x1.to(x_ptr.dtype.element_ty)
     for start in range(0, U, J):
         j = columns(start, J)
         inside = j < U
@@ -124,14 +115,13 @@ def branch(n0, n1, extra, ptr, j, K: tl.constexpr, K0: tl.constexpr, K1: tl.cons
 @triton.jit
 def mu2(
     x_ptr, out_ptr, keep_ptr, n_ptr, d_ptr, stats_ptr, A_ptr, D_ptr, B_ptr, C_ptr, G_ptr, H_ptr, vectors_ptr,
-    u_ptr, next_AD_ptr, next_vectors_ptr, rows, tokens, eps,
+    rows, tokens, eps,
     C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
-    R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr, U: tl.constexpr, US: tl.constexpr,
-    FORMS: tl.constexpr, BIAS: tl.constexpr, DROP: tl.constexpr, TRAIN: tl.constexpr, NEXT: tl.constexpr,
+    R2: tl.constexpr, L2: tl.constexpr, L20: tl.constexpr, L21: tl.constexpr,
+    FORMS: tl.constexpr, DROP: tl.constexpr, TRAIN: tl.constexpr,
     T: tl.constexpr, J: tl.constexpr, JC: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """x plus the second Mu-Layer of norm(x); in training also what its branches read, n and d next to their extras; and
-    where a block of the same sizes follows, its u."""
+    """x plus the second Mu-Layer of norm(x); in training also what its branches read, n and d next to their extras."""
     row = tl.program_id(0) * T + tl.arange(0, T)
     live = row < rows
     x0, x1 = load_floats(x_ptr, row, live, C, C0, C1)
@@ -166,9 +156,7 @@ def mu2(
         first = branch(n0, n1, extra_a, A_ptr, j, C, C0, C1, R2)
         second = branch(d0, d1, extra_b, B_ptr, j, L2, L20, L21, R2)
         y0, y1 = spread((first * second).to(n0.dtype), C_ptr, j, y0, y1, R2, C, C0, C1, 1, R2)
-    x0, x1 = add_branch(x_ptr, out_ptr, vectors_ptr + 3 * C, row, live, y0, y1, scale, keep, C, C0, C1)
-    if NEXT:
-        lift_rows(x0, x1, u_ptr, next_AD_ptr, next_vectors_ptr, row, live, eps, C, C0, C1, U, US, BIAS, JC)
+    add_branch(x_ptr, out_ptr, vectors_ptr + 3 * C, row, live, y0, y1, scale, keep, C, C0, C1)
 
 
 @triton.jit
@@ -181,4 +169,3 @@ def add_branch(
     if C1 > 0:
         x1 += y1 * scale[:, None] + keep[:, None] * tl.load(bias_ptr + columns(C0, C1))[None, :]
     store_rows(out_ptr, row, live, x0, x1, C, C0, C1)
-    return x0, x1
