@@ -177,7 +177,7 @@ class Step:
 def compile_blocks(model: nn.Module) -> None:
     """Compile the embedding and every Poly-Block in place; blocks of one width and mode share one compilation.
 
-    A network whose blocks run as fused kernels is left as it is: nothing is left to fuse, and its first step comes sooner.
+    A network whose blocks run as fused kernels is left as it is: its first step comes sooner, and no step later.
 
     >>> compile_blocks(nn.Linear(1, 1))
     """
