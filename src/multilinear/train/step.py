@@ -177,14 +177,16 @@ class Step:
 def compile_blocks(model: nn.Module) -> None:
     """Compile the embedding and every Poly-Block in place; blocks of one width and mode share one compilation.
 
-    A network whose blocks run as fused kernels is left as it is: its first step comes sooner, and no step later.
+    Blocks that run as fused kernels are left as they are, and with them the embedding of a network that has no others: the
+    first step comes sooner, and no step later.
 
     >>> compile_blocks(nn.Linear(1, 1))
     """
-    blocks = [module for module in model.modules() if isinstance(module, PolyBlock)]
-    if blocks and all(block.fuses() for block in blocks):
-        return
     torch._dynamo.config.recompile_limit = 64  # widths of stages times training and evaluation
-    for module in model.modules():
-        if isinstance(module, PatchEmbed | PolyBlock | PyramidPatchEmbed):
+    modules = [module for module in model.modules() if isinstance(module, PatchEmbed | PolyBlock | PyramidPatchEmbed)]
+    fused = [module for module in modules if isinstance(module, PolyBlock) and module.fuses()]
+    if len(fused) == sum(isinstance(module, PolyBlock) for module in modules) > 0:
+        return
+    for module in modules:
+        if module not in fused:
             module.compile()
