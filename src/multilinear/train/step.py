@@ -177,8 +177,8 @@ class Step:
 def compile_blocks(model: nn.Module) -> None:
     """Compile the embedding and every Poly-Block in place; blocks of one width and mode share one compilation.
 
-    Blocks that run as fused kernels are left as they are, and with them the embedding of a network that has no others: the
-    first step comes sooner, and no step later.
+    Blocks that run as fused kernels are left as they are, and so is the embedding of a network that has no others: then
+    the first step comes sooner, and no step later.
 
     >>> compile_blocks(nn.Linear(1, 1))
     """
