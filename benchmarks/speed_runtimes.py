@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import multilinear
+from multilinear.train.step import compile_blocks
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], object]
@@ -44,19 +45,6 @@ def fitting_layout(model: nn.Module) -> torch.memory_format:
     convolutional = any(isinstance(part, nn.BatchNorm2d) for part in model.modules())
     ours = is_monet(model) and next(model.parameters()).is_cuda
     return torch.channels_last if convolutional or ours else torch.contiguous_format
-
-
-def compile_blocks(model: nn.Module) -> None:
-    """As the library trains, also where matplotlib, which its reports need, is missing."""
-    try:
-        from multilinear.train.step import compile_blocks as from_library
-    except ModuleNotFoundError:
-        torch._dynamo.config.recompile_limit = 64
-        for part in model.modules():
-            if isinstance(part, multilinear.PatchEmbed | multilinear.PolyBlock | multilinear.PyramidPatchEmbed):
-                part.compile()
-    else:
-        from_library(model)
 
 
 def forward_call(runtime: str, model: nn.Module, images: Tensor) -> Callable[[], Tensor]:
