@@ -93,7 +93,8 @@ def block_serves(rows: int, channels: int, ranks: tuple[int, int], lows: tuple[i
     from multilinear.kernels.block import Sizes
 
     sizes = Sizes(channels, ranks[0], lows[0], ranks[1], lows[1])
-    return sizes.served() and rows * (sizes.rank2 + channels + sizes.low2 + 8) < 2**31
+    widest = max(sizes.rank2 + channels + sizes.low2 + 8, sizes.rank1 + sizes.low1 + 8)
+    return sizes.served() and rows * widest < 2**31  # places in memory are numbers of 32 bits
 
 
 def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

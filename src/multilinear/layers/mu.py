@@ -217,14 +217,25 @@ class PolyBlock(nn.Module):
         norms = (self.norm1, mu1.norm_a, mu1.norm_b, mu2.norm_a, mu2.norm_b)
         published = (
             self.norm2 is None
-            and all(isinstance(norm, nn.LayerNorm) and norm.eps == mu1.norm_a.eps for norm in norms)
+            and all(
+                type(norm) is nn.LayerNorm and norm.eps == mu1.norm_a.eps and norm.bias is not None for norm in norms
+            )
             and isinstance(mu1.shift_second, SpatialShift)
             and isinstance(mu2.shift, nn.Identity)
-            and all(part.bias is not None for mu in (mu1, mu2) for part in (mu.A, mu.B, mu.C, mu.D))
+            and all(  # and no subclass: a parametrised layer's weight is no parameter
+                type(part) is nn.Linear and part.bias is not None
+                for mu in (mu1, mu2)
+                for part in (mu.A, mu.B, mu.C, mu.D)
+            )
         )
-        if not published or mu1.watch_range or x.ndim != 4 or x.numel() == 0:
+        fits = x.ndim == 4 and x.numel() > 0 and x.shape[-1] == self.in_features
+        if not published or not fits or mu1.watch_range or mu2.watch_range:
             return False
-        watched = any(part._forward_hooks or part._forward_pre_hooks for part in self.modules() if part is not self)
+        watched = any(
+            part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
+            for part in self.modules()
+            if part is not self
+        )
         ranks, lows = zip(*(mu.B.weight.shape for mu in (mu1, mu2)), strict=True)
         return not watched and kernels.block_serves(x.numel() // x.shape[-1], x.shape[-1], ranks, lows)
 

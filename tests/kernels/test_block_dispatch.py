@@ -1,0 +1,148 @@
+"""Which Poly-Blocks are fused, and what is kept for those that are. All of it on the CPU, where none is."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+
+from multilinear import kernels
+from multilinear.layers import MuLayer, PolyBlock
+from multilinear.layers.mu import StochasticDepth
+from multilinear.models.monet import default_cfgs
+
+
+def weights_of(block):
+    return [block.get_parameter(name) for name in kernels.BLOCK_PARAMETERS]
+
+
+def altered(change):
+    block = PolyBlock(64)
+    change(block)
+    return block
+
+
+def hook(module, *rest):
+    return None
+
+
+NOT_FUSED = {
+    **{f"{norm} norm": PolyBlock(64, norm=norm) for norm in ("batch", "affine", "none")},
+    "no shift": PolyBlock(64, shift=None),
+    "one branch shifts": PolyBlock(64, shift_second=False),
+    "no biases": altered(lambda b: setattr(b, "mu1", MuLayer(64, shift="keep", norm="layer", bias=False))),
+    "no bias in a norm": altered(lambda b: setattr(b.mu2, "norm_b", torch.nn.LayerNorm(192, eps=1e-6, bias=False))),
+    "another eps": altered(lambda b: setattr(b.mu2.norm_a, "eps", 1e-5)),
+    "a hook": altered(lambda b: b.mu1.A.register_forward_hook(hook)),
+    "a hook ahead": altered(lambda b: b.drop_path.register_forward_pre_hook(hook)),
+    "a hook on the way back": altered(lambda b: b.mu2.register_full_backward_hook(hook)),
+    "a range watched": altered(lambda b: setattr(b.mu1, "watch_range", True)),
+    "the other range watched": altered(lambda b: setattr(b.mu2, "watch_range", True)),
+    "a weight that is computed": altered(lambda b: torch.nn.utils.parametrizations.weight_norm(b.mu2.C)),
+    "40 channels": PolyBlock(40),
+    "100 channels": PolyBlock(100),
+    "8 channels": PolyBlock(8),
+    "too wide": PolyBlock(1024, ranks=(16, 16)),
+    "a low rank without quarters": PolyBlock(64, ranks=(48, 64), shrinkage=8),
+    "a rank without chunks": PolyBlock(64, ranks=(64, 100)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("why", NOT_FUSED)
+def test_what_is_left_to_the_plain_code(why):
+    block = NOT_FUSED[why]
+    assert not block._fusible(torch.zeros(1, 2, 2, block.in_features))
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 64), (1, 1, 2, 2, 64), (0, 2, 2, 64), (1, 2, 2, 128)])
+def test_inputs_that_are_left_to_the_plain_code(shape):
+    block = PolyBlock(64)
+    assert block._fusible(torch.zeros(1, 2, 2, 64))
+    assert not block._fusible(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("name", default_cfgs)
+def test_registered_models_are_fused_if_published(name):
+    with torch.device("meta"):
+        blocks = [part for part in timm.create_model(name).modules() if isinstance(part, PolyBlock)]
+    fused = {block._fusible(torch.zeros(1, 2, 2, block.in_features)) for block in blocks}
+    assert fused == {"private" not in name}
+
+
+def test_sizes_that_are_served():
+    assert kernels.block_serves(10_000, 64, (64, 192), (16, 48))
+    assert not kernels.block_serves(2**31, 64, (64, 192), (16, 48))
+    most = 2**31 // 312  # columns of the widest matrix
+    assert kernels.block_serves(most, 64, (64, 192), (16, 48))
+    assert not kernels.block_serves(most + 1, 64, (64, 192), (16, 48))
+    assert not kernels.block_serves(2**31 // 1024, 64, (512, 16), (512, 4))  # the first Mu-Layer's is wider
+
+
+def test_never_on_the_cpu(monkeypatch):
+    def fail(*arguments):
+        raise AssertionError
+
+    monkeypatch.setattr(kernels, "poly_block", fail)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(1, 2, 2, 48, dtype=dtype)
+        assert kernels.block_dtype(x) is None
+        assert PolyBlock(48).to(dtype)(x).dtype == dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernels.block_dtype(x) is None
+
+
+def test_weights_are_prepared_once_while_nothing_changes():
+    block = PolyBlock(32)
+
+    def prepared(dtype=torch.bfloat16):
+        return block._prepare(weights_of(block), dtype)
+
+    with torch.no_grad():
+        first = prepared()
+        assert prepared() is first
+        assert prepared(torch.float16) is not first
+        for change in (
+            lambda: block.mu2.B.weight.mul_(2),
+            lambda: block.mu1.alpha.fill_(0.5),
+            lambda: block.load_state_dict(PolyBlock(32).state_dict()),
+            lambda: setattr(block.norm1, "bias", torch.nn.Parameter(torch.ones(32))),
+        ):
+            first = prepared()
+            change()
+            second = prepared()
+            assert second is not first and prepared() is second
+            for found, expected in zip(second, kernels.prepare_block(weights_of(block), torch.bfloat16), strict=True):
+                assert torch.equal(found, expected)
+    assert prepared() is not prepared() and block._prepared is None
+    with torch.inference_mode():
+        assert prepared() is prepared()
+        made = PolyBlock(32)  # its weights count no changes
+        assert made._prepare(weights_of(made), torch.float16) is not made._prepare(weights_of(made), torch.float16)
+
+
+def test_prepared_weights_stay_out_of_copies_and_files():
+    block = PolyBlock(32)
+    names = set(block.state_dict())
+    with torch.no_grad():
+        first = block._prepare(weights_of(block), torch.bfloat16)
+        for twin in (copy.deepcopy(block), copy.copy(block), pickle.loads(pickle.dumps(block))):
+            assert set(twin.state_dict()) == names
+            twin.load_state_dict(block.state_dict())
+            twin.mu1.C.weight.add_(1)
+            assert not torch.equal(twin._prepare(weights_of(twin), torch.bfloat16)[2], first[2])
+    assert set(block.state_dict()) == names == {name for name, _ in block.named_parameters()}
+
+
+def test_factors_of_stochastic_depth():
+    torch.manual_seed(0)
+    drop = StochasticDepth(0.2)
+    factors = drop.factors(20_000)
+    assert set(factors.tolist()) == {0.0, 1.25}
+    assert abs(factors.mean().item() - 1) < 0.02
+    x = torch.randn(50, 3, 4)
+    torch.manual_seed(1)
+    found = drop(x)
+    torch.manual_seed(1)
+    assert torch.equal(found, x * drop.factors(50).view(-1, 1, 1))
+    assert torch.equal(drop.eval()(x), x)
