@@ -141,7 +141,7 @@ class PyramidPatchEmbed(nn.Module):
     def merged(self) -> tuple[Tensor, Tensor]:
         """Kernel and bias of the one convolution that the whole pyramid is, as differentiable as its parts."""
         weight, bias = _kernel(self.levels[0])
-        with torch.autocast(weight.device.type, enabled=False):
+        with torch.autocast("cuda" if weight.is_cuda else "cpu", enabled=False):
             for i, reduce in enumerate(self.reduce):
                 weight, bias = compose_kernels(weight, bias, *_kernel(reduce))
                 if i + 1 < len(self.levels):

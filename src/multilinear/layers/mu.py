@@ -221,6 +221,7 @@ class PolyBlock(nn.Module):
                 type(norm) is nn.LayerNorm and norm.eps == mu1.norm_a.eps and norm.bias is not None for norm in norms
             )
             and isinstance(mu1.shift_second, SpatialShift)
+            and mu1.shift_second.border == mu1.shift.border
             and isinstance(mu2.shift, nn.Identity)
             and all(  # and no subclass: a parametrised layer's weight is no parameter
                 type(part) is nn.Linear and part.bias is not None
@@ -251,8 +252,9 @@ class PolyBlock(nn.Module):
         return y.to(x.dtype)
 
     def _prepare(self, weights: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
-        """Prepared weights, kept from one pass to the next where nothing trains."""
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or any(w.is_inference() for w in weights):
+        """Prepared weights, kept from one pass to the next if they are frozen."""
+        frozen = not any(weight.requires_grad or weight.is_inference() for weight in weights)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not frozen:
             self._prepared = None
             return kernels.prepare_block(weights, dtype)
         key = dtype, *((weight.data_ptr(), weight._version) for weight in weights)
