@@ -103,9 +103,11 @@ def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
     >>> callable(prepare_block)
     True
     """
-    from multilinear.kernels.block import prepare
+    from multilinear.kernels.block import prepare, prepare_now
 
-    prepared: list[Tensor] = prepare([weight.detach() for weight in weights], dtype)
+    make = prepare if torch.compiler.is_compiling() else prepare_now
+    with torch.no_grad():
+        prepared: list[Tensor] = make([weight.detach() for weight in weights], dtype)
     return prepared
 
 
@@ -124,11 +126,17 @@ def poly_block(
     >>> callable(poly_block)
     True
     """
-    from multilinear.kernels import block_gradient
-    from multilinear.kernels.block import poly_block as fused
+    from multilinear.kernels import block_gradient  # which also tells autograd the operator's way back
+    from multilinear.kernels.block import poly_block as operator
+    from multilinear.kernels.block import poly_block_now
 
-    assert block_gradient  # its import tells autograd the way back
+    x = x.contiguous()
     save = torch.is_grad_enabled() and (x.requires_grad or any(weight.requires_grad for weight in weights))
     keep1, keep2 = kept or (None, None)
-    out: Tensor = fused(x.contiguous(), keep1, keep2, list(weights), list(prepared), keep_border, eps, save)[0]
+    if torch.compiler.is_compiling():
+        out: Tensor = operator(x, keep1, keep2, list(weights), list(prepared), keep_border, eps, save)[0]
+    elif save:
+        out = block_gradient.PolyBlockNow.apply(x, keep1, keep2, prepared, keep_border, eps, *weights)
+    else:
+        out = poly_block_now(x, keep1, keep2, weights, prepared, keep_border, eps, save)[0]
     return out

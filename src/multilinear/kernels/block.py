@@ -10,6 +10,8 @@ from torch import Tensor
 
 from multilinear.kernels import BLOCK_PARAMETERS, block_forward
 
+SIZED = tuple(BLOCK_PARAMETERS.index(name) for name in ("mu1.A.weight", "mu1.B.weight", "mu2.B.weight"))
+
 
 class Sizes(NamedTuple):
     """Widths of a block: channels, both ranks and the low ranks of both second branches."""
@@ -97,8 +99,7 @@ def _with_extras(both: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat([both[:, :-1], bias, bias_left, shift, shift, shift_left, both.new_zeros(len(both), 11)], 1)
 
 
-@torch.library.custom_op("multilinear::poly_block_prepare", mutates_args=())
-def prepare(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The fields of `Prepared` from the parameters `BLOCK_PARAMETERS`."""
     with torch.autocast(weights[0].device.type, enabled=False):
         named = {name: weight.float() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
@@ -127,6 +128,9 @@ def prepare(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
             *(matrix.to(dtype, memory_format=torch.contiguous_format, copy=True) for matrix in matrices),
             torch.cat(vectors), factor, first, second,
         ]  # fmt: skip
+
+
+prepare = torch.library.custom_op("multilinear::poly_block_prepare", prepare_now, mutates_args=())
 
 
 @prepare.register_fake
@@ -188,9 +192,15 @@ def tiles(s: Sizes) -> dict[str, Tile]:
 
 def constants(s: Sizes, names: Sequence[str]) -> dict[str, int]:
     """The constants of a kernel that follow from the sizes."""
+    known = _constants(s)
+    return {name: known[name] for name in names if name in known}
+
+
+@lru_cache
+def _constants(s: Sizes) -> dict[str, int]:
     c, r1, l1, l2 = (parts(width) for width in (s.channels, s.rank1, s.low1, s.low2))
     place = offsets(s)
-    known = {
+    return {
         "C": s.channels, "C0": c[0], "C1": c[1], "R1": s.rank1, "R10": r1[0], "R11": r1[1],
         "L1": s.low1, "L10": l1[0], "L11": l1[1], "R2": s.rank2, "L2": s.low2, "L20": l2[0], "L21": l2[1],
         "X20": parts(s.low2 + 16)[0], "X21": parts(s.low2 + 16)[1],
@@ -198,11 +208,9 @@ def constants(s: Sizes, names: Sequence[str]) -> dict[str, int]:
         "BIAS": place.bias, "ALIGNED": s.rank1 % 32 == 0, "SP": s.rank2 + s.channels + 8 + s.low2,
         "SQ": s.rank2 + s.low2 + 8, "SD1": align(s.low1 + 1),
     }  # fmt: skip
-    return {name: known[name] for name in names if name in known}
 
 
-@torch.library.custom_op("multilinear::poly_block", mutates_args=())
-def poly_block(
+def poly_block_now(
     x: Tensor,
     keep1: Tensor | None,
     keep2: Tensor | None,
@@ -242,6 +250,10 @@ def poly_block(
         T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
     return out, [u, mid, stats1, n, d, stats2] if save else []
+
+
+# An operator that compilers see whole. It costs half a millisecond a call, which code that runs at once does without.
+poly_block = torch.library.custom_op("multilinear::poly_block", poly_block_now, mutates_args=())
 
 
 @poly_block.register_fake

@@ -16,6 +16,7 @@ from multilinear.kernels.block import (
     constants,
     offsets,
     poly_block,
+    poly_block_now,
     sizes_of,
     tiles,
 )
@@ -179,8 +180,7 @@ def _first_layer(
     }  # fmt: skip
 
 
-@torch.library.custom_op("multilinear::poly_block_backward", mutates_args=())
-def poly_block_backward(
+def poly_block_backward_now(
     grad: Tensor, x: Tensor, saved: Sequence[Tensor], keep1: Tensor | None, keep2: Tensor | None,
     weights: Sequence[Tensor], prepared: Sequence[Tensor], keep_border: bool, eps: float,
 ) -> list[Tensor]:  # fmt: skip
@@ -201,6 +201,11 @@ def poly_block_backward(
         )]  # fmt: skip
 
 
+poly_block_backward = torch.library.custom_op(
+    "multilinear::poly_block_backward", poly_block_backward_now, mutates_args=()
+)
+
+
 @poly_block_backward.register_fake
 def _(grad: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
     weights: Sequence[Tensor] = rest[3]
@@ -213,12 +218,42 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]
     ctx.save_for_backward(x, keep1, keep2, *output[1], *weights, *prepared)
 
 
-def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+def _saved(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """What `poly_block_backward` takes."""
     x, keep1, keep2, *rest = ctx.saved_tensors
     kept, weights = ctx.lengths
-    saved, weights, prepared = rest[:kept], rest[kept : kept + weights], rest[kept + weights :]
-    found = poly_block_backward(grad.contiguous(), x, saved, keep1, keep2, weights, prepared, ctx.keep_border, ctx.eps)
-    return found[0], None, None, found[1:], [None] * len(prepared), None, None, None
+    parts = rest[:kept], keep1, keep2, rest[kept : kept + weights], rest[kept + weights :]
+    return grad.contiguous(), x, *parts, ctx.keep_border, ctx.eps
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    inputs = _saved(ctx, grad)
+    found = poly_block_backward(*inputs)
+    return found[0], None, None, found[1:], [None] * len(inputs[6]), None, None, None
+
+
+class PolyBlockNow(torch.autograd.Function):
+    """The same operator without its wrapping, for code that runs at once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        keep1: Tensor | None,
+        keep2: Tensor | None,
+        prepared: Sequence[Tensor],
+        keep_border: bool,
+        eps: float,
+        *weights: Tensor,
+    ) -> Tensor:
+        output = poly_block_now(x, keep1, keep2, weights, prepared, keep_border, eps, save=True)
+        _save(ctx, (x, keep1, keep2, weights, prepared, keep_border, eps, True), output)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        found = poly_block_backward_now(*_saved(ctx, grad))
+        return found[0], None, None, None, None, None, *found[1:]
 
 
 poly_block.register_autograd(_gradients, setup_context=_save)

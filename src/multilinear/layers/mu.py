@@ -1,5 +1,7 @@
 """The Mu-Layer and the Poly-Block of *Multilinear Operator Networks* (ICLR 2024), equation 1 and figure 2."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -241,7 +243,11 @@ class PolyBlock(nn.Module):
         return not watched and kernels.block_serves(x.numel() // x.shape[-1], x.shape[-1], ranks, lows)
 
     def _fused(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        weights = [self.get_parameter(name) for name in kernels.BLOCK_PARAMETERS]
+        weights: list[Any] = [self.norm1.weight, self.norm1.bias]  # the order of `kernels.BLOCK_PARAMETERS`
+        for mu in (self.mu1, self.mu2):
+            for part in (mu.A, mu.D, mu.B, mu.C, mu.norm_a, mu.norm_b):
+                weights += [part.weight, part.bias]
+            weights.append(mu.alpha)
         kept = None
         if self.training and isinstance(self.drop_path, StochasticDepth):
             kept = self.drop_path.factors(x.shape[0]), self.drop_path.factors(x.shape[0])
