@@ -56,7 +56,7 @@ def forward_call(runtime: str, model: nn.Module, images: Tensor) -> Callable[[],
         return onnx_call(model, images)
     forward: Callable[[Tensor], Tensor] = model
     if how == "optimize":
-        forward = multilinear.optimize(model)  # type: ignore[attr-defined]
+        forward = multilinear.optimize(model, dtype=DTYPES[precision])
     else:
         layout = fitting_layout(model)
         model, images = model.to(memory_format=layout), images.contiguous(memory_format=layout)
