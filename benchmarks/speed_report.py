@@ -230,7 +230,7 @@ def plot(record: dict[str, Any], path: Path) -> list[str]:
     for axis_ticks in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
         axis_ticks(StrMethodFormatter("{x:,.0f}"))
     axes.tick_params(axis="x", which="both", labelrotation=30, labelsize=8)
-    axes.margins(x=0.25, y=0.12)
+    axes.margins(x=0.4, y=0.12)
     batches = sorted({row["batch"] for _, row in points})
     machine = record["machine"].get("gpu", record["machine"]["cpu"])
     axes.set_xlabel(f"images/s, inference, bf16, batch {', '.join(map(str, batches))} (measured: {machine})")
