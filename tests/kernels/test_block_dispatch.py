@@ -156,3 +156,20 @@ def test_factors_of_stochastic_depth():
     torch.manual_seed(1)
     assert torch.equal(found, x * drop.factors(50).view(-1, 1, 1))
     assert torch.equal(drop.eval()(x), x)
+
+
+@pytest.mark.parametrize(("capability", "fused"), [((9, 0), True), ((8, 0), False), ((12, 0), False)])
+def test_only_where_the_tiles_fit(capability, fused, monkeypatch):
+    class OnGpu:
+        is_cuda, dtype, device = True, torch.bfloat16, torch.device("cuda", 0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert (kernels.block_dtype(OnGpu()) == torch.bfloat16) == fused
+    kernels.use_kernels(False)
+    assert kernels.block_dtype(OnGpu()) is None
+    kernels.use_kernels(True)
+
+
+def test_asking_for_the_device_breaks_no_graph():
+    compiled = torch.compile(lambda x: x - 1 if kernels.on_hopper(x.device) else x + 1, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(2)).tolist() == [1, 1]

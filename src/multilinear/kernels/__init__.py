@@ -72,13 +72,23 @@ def normed_product(
     return out
 
 
+@torch.compiler.assume_constant_result
+def on_hopper(device: torch.device) -> bool:
+    """Whether `device` is a GPU such as the H100 or the H200, for whose shared memory the tiles of a block are made.
+
+    >>> on_hopper(torch.device("cpu"))
+    False
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def block_dtype(x: Tensor) -> torch.dtype | None:
     """The precision in which the fused block serves `x`, or None if the plain code does: 16 bits, autocast or not.
 
     >>> block_dtype(torch.zeros(1)) is None
     True
     """
-    if not fused_for(x):
+    if not fused_for(x) or not on_hopper(x.device):
         return None
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
     return dtype if dtype in (torch.bfloat16, torch.float16) else None

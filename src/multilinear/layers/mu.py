@@ -207,9 +207,9 @@ class PolyBlock(nn.Module):
         >>> PolyBlock(64).fuses()  # on a CPU
         False
         """
-        return kernels.fused_for(self.mu1.A.weight) and self._fusible(
-            self.mu1.A.weight.new_empty(1, 1, 1, self.in_features)
-        )
+        weight = self.mu1.A.weight
+        example = weight.new_empty(1, 1, 1, self.in_features)
+        return kernels.fused_for(weight) and kernels.on_hopper(weight.device) and self._fusible(example)
 
     def _fusible(self, x: Tensor) -> bool:
         """Whether this is the published block, nobody looks inside, and the kernels take its sizes."""
