@@ -44,6 +44,8 @@ NOT_FUSED = {
     "100 channels": PolyBlock(100),
     "8 channels": PolyBlock(8),
     "too wide": PolyBlock(384, ranks=(16, 16)),
+    "low ranks that are not low": PolyBlock(64, shrinkage=1),
+    "a first rank above the channels": PolyBlock(64, ranks=(128, 192), shrinkage=8),
     "another border": altered(lambda b: setattr(b.mu1.shift_second, "border", "zero")),
     "a low rank without quarters": PolyBlock(64, ranks=(48, 64), shrinkage=8),
     "a rank without chunks": PolyBlock(64, ranks=(64, 100)),

@@ -23,13 +23,15 @@ class Sizes(NamedTuple):
     low2: int
 
     def served(self) -> bool:
-        """Whether the kernels take these: whole chunks and whole quarters, and tiles that stay in registers.
+        """Whether the kernels take these: whole chunks and whole quarters, and tiles that fit a processor.
 
-        Of more than 256 channels one large product after the other is faster.
+        Those were made for the published shapes, hidden widths of one and three times the channels and low ranks of a
+        quarter of that; of more than 256 channels one large product after the other is faster.
         """
         exact = all(sum(parts(width)) == width for width in (self.channels, self.rank1))
-        quarters = self.rank1 % 4 == 0 and self.low1 % 4 == 0
-        return exact and quarters and self.rank1 % 16 == 0 and self.rank2 % 16 == 0 and self.channels <= max(TILES)
+        whole = self.rank1 % 16 == 0 and self.rank2 % 16 == 0 and self.low1 % 4 == 0
+        fits = max(self.rank1, 4 * self.low1) <= self.channels <= max(TILES) and 4 * self.low2 <= 3 * self.channels
+        return exact and whole and fits
 
 
 def parts(width: int) -> tuple[int, int]:
