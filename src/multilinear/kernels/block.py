@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS, block_forward
+from multilinear.kernels import BLOCK_PARAMETERS, block_forward, hopper
 
 SIZED = tuple(BLOCK_PARAMETERS.index(name) for name in ("mu1.A.weight", "mu1.B.weight", "mu2.B.weight"))
 
@@ -241,14 +241,19 @@ def poly_block_now(
         **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep1 is not None,
         T=tile.tokens, J=chunk(s.rank1, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    tile = tiles(s)["mu2"]
-    kernel = block_forward.mu2
     n, d = (x.new_empty((rows, wide + 16) if save else 0) for wide in (s.channels, s.low2))
-    kernel[(triton.cdiv(rows, tile.tokens),)](
-        mid, out, keep2, n, d, stats2, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram,
-        ready.vectors, rows, height * width, eps, **constants(s, kernel.arg_names), DROP=keep2 is not None, TRAIN=save,
-        T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+    plan = hopper.plan_for(s, save) if x.is_cuda else None
+    if plan is not None:
+        hopper.mu2(mid, out, keep2, n, d, stats2, ready, s, plan, offsets(s).forms, eps, save)
+    else:
+        tile = tiles(s)["mu2"]
+        kernel = block_forward.mu2
+        kernel[(triton.cdiv(rows, tile.tokens),)](
+            mid, out, keep2, n, d, stats2, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram,
+            ready.vectors, rows, height * width, eps, **constants(s, kernel.arg_names), DROP=keep2 is not None,
+            TRAIN=save, T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages,
+            num_warps=tile.warps,
+        )  # fmt: skip
     return out, [u, mid, stats1, n, d, stats2] if save else []
 
 

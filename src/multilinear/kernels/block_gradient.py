@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS, block_backward
+from multilinear.kernels import BLOCK_PARAMETERS, block_backward, hopper
 from multilinear.kernels.block import (
     Prepared,
     Sizes,
@@ -61,14 +61,17 @@ def _second_layer(
 ) -> tuple[Tensor, Callable[[], Gradients]]:  # fmt: skip
     """The gradients of the value between the Mu-Layers and of everything in the second."""
     rows, rank, channels, low = mid.numel() // s.channels, s.rank2, s.channels, s.low2
-    tile = tiles(s)["mu2_back"]
-    kernel = block_backward.mu2_back
-    fixed = constants(s, kernel.arg_names)
+    fixed = constants(s, block_backward.mu2_back.arg_names)
     h, P, Q = (mid.new_empty(rows, width) for width in (rank, fixed["SP"], fixed["SQ"]))
-    kernel[(triton.cdiv(rows, tile.tokens),)](
-        grad, n, d, stats, ready.A2, ready.B2, ready.C2, h, P, Q, rows, **fixed,
-        T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+    plan = hopper.plan_back(s) if mid.is_cuda else None
+    if plan is not None:
+        hopper.mu2_back(grad, n, d, stats, h, P, Q, ready, s, plan)
+    else:
+        tile = tiles(s)["mu2_back"]
+        block_backward.mu2_back[(triton.cdiv(rows, tile.tokens),)](
+            grad, n, d, stats, ready.A2, ready.B2, ready.C2, h, P, Q, rows, **fixed,
+            T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
     # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], and Q the same of B
     linear, low_linear = _linear_terms(ready, s)
     gap = ready.gram.new_zeros(7, channels)

@@ -1,0 +1,137 @@
+"""Launches the kernels that are made for Hopper, where Triton can build them."""
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from multilinear.kernels.block import Prepared, Sizes
+
+# Gluon is young and changes; these are the versions of Triton with which the kernels were tried on a GPU.
+VERSIONS = ("3.6.",)
+
+
+class Plan(NamedTuple):
+    """How a processor shares out the second Mu-Layer.
+
+    Hidden channels of a chunk; groups of warps with 64 tokens each; chunks of weights that are kept, and chunks of C where
+    that is fetched by itself; whether n, and whether d, waits in shared memory instead of registers; registers of a
+    thread that multiplies, and of any at launch.
+    """
+
+    chunk: int
+    groups: int
+    slots: int
+    slots_c: int = 0
+    staged: bool = True
+    staged_low: bool = False
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a thread that multiplies, and of any at launch."""
+        return (240, 168) if self.groups == 2 else (160, 128)
+
+
+# By channels and the largest low rank; measured on an H200. In training n is also written, from where it is staged.
+FORWARD = {
+    (64, 27): Plan(64, 3, 6, 3),
+    (128, 59): Plan(64, 2, 4, 2, staged=False),
+    (192, 75): Plan(64, 2, 3, 2),
+    (192, 144): Plan(32, 2, 4, 3),
+    (256, 96): Plan(32, 2, 3, 3, staged_low=True),
+}
+BACK = {
+    (64, 27): Plan(64, 2, 3),
+    (128, 59): Plan(64, 2, 2),
+    (192, 75): Plan(32, 2, 2),
+}
+
+
+@lru_cache
+def plan_for(s: "Sizes", save: bool) -> Plan | None:
+    """The plan for a block of these sizes, or None if the kernels do not take it; `save` for training."""
+    plan = _plan(FORWARD, s)
+    return plan._replace(staged=True) if plan is not None and save else plan
+
+
+@lru_cache
+def plan_back(s: "Sizes") -> Plan | None:
+    """The same for the way back."""
+    return _plan(BACK, s)
+
+
+def _plan(plans: dict[tuple[int, int], Plan], s: "Sizes") -> Plan | None:
+    if not triton.__version__.startswith(VERSIONS) or s.low2 % 8:
+        return None
+    fitting = (plan for (channels, most), plan in plans.items() if s.channels == channels and s.low2 <= most)
+    plan = next(fitting, None)
+    return None if plan is None or s.rank2 % plan.chunk else plan
+
+
+def pieces(low: int, chunk: int) -> tuple[int, int]:
+    """Whole chunks, and the width of the rest, that hold the low rank and the five columns next to it."""
+    whole, rest = divmod(low + 5, chunk)
+    if rest > 32 or (rest > 16 and chunk == 32):
+        return whole + 1, 0
+    return whole, 0 if rest == 0 else 16 if rest <= 16 else 32
+
+
+@lru_cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _tiles(matrix: Tensor, height: int, width: int) -> Any:
+    """A matrix of which tiles are copied."""
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = language.NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=16, rank=2)
+    return TensorDescriptor(matrix, [*matrix.shape], [*matrix.stride()], [height, width], layout)
+
+
+def mu2(
+    x: Tensor, out: Tensor, keep: Tensor | None, n: Tensor, d: Tensor, stats: Tensor, ready: "Prepared", s: "Sizes",
+    plan: Plan, forms: int, eps: float, save: bool,
+) -> None:  # fmt: skip
+    """What `block_forward.mu2` does."""
+    from multilinear.kernels import hopper_mu2
+
+    j = plan.chunk
+    whole, tail = pieces(s.low2, j)
+    rows, tokens = x.numel() // s.channels, x.shape[-3] * x.shape[-2]
+    groups = triton.cdiv(rows, 64 * plan.groups)
+    registers, limit = plan.registers
+    hopper_mu2.mu2[(min(groups, _processors(x.device)),)](
+        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(n if save else ready.A2, 64, 64),
+        _tiles(ready.A2, j, 64), _tiles(ready.A2, j, 16), _tiles(ready.B2, j, j), _tiles(ready.B2, j, tail or 16),
+        _tiles(ready.C2, 64, j), _tiles(ready.gram, j, 64), _tiles(ready.D2, j, 64), _tiles(ready.low_gram, j, j),
+        _tiles(ready.low_gram, j, tail or 16), keep, n, d, stats, ready.vectors, groups, rows, tokens, eps,
+        C=s.channels, R2=s.rank2, L2=s.low2, P2=whole, TAIL=tail, J=j, GROUPS=plan.groups, SLOTS=plan.slots,
+        SLOTS_C=plan.slots_c, STAGED=plan.staged, STAGED_LOW=plan.staged_low, FORMS=forms, TRAIN=save,
+        DROP=keep is not None, REGISTERS=registers, num_warps=4, maxnreg=limit,
+    )  # fmt: skip
+
+
+def mu2_back(
+    grad: Tensor, n: Tensor, d: Tensor, stats: Tensor, h: Tensor, P: Tensor, Q: Tensor, ready: "Prepared", s: "Sizes",
+    plan: Plan,
+) -> None:  # fmt: skip
+    """What `block_backward.mu2_back` does."""
+    from multilinear.kernels import hopper_back
+
+    j, rows = plan.chunk, len(n)
+    whole, tail = pieces(s.low2, j)
+    groups = triton.cdiv(rows, 64 * plan.groups)
+    registers, limit = plan.registers
+    hopper_back.mu2_back[(min(groups, _processors(n.device)),)](
+        _tiles(grad.view(rows, -1), 64, 64), _tiles(n, 64, 64), _tiles(n, 64, 16), _tiles(d, 64, j),
+        _tiles(d, 64, tail or 16), _tiles(ready.A2, j, 64), _tiles(ready.A2, j, 16), _tiles(ready.B2, j, j),
+        _tiles(ready.B2, j, tail or 16), _tiles(ready.B2, j, 16), _tiles(ready.C2, 64, j), _tiles(h, 64, j),
+        _tiles(P, 64, j), _tiles(Q, 64, j), _tiles(P, 64, 64), stats, P, Q, groups, rows,
+        C=s.channels, R2=s.rank2, L2=s.low2, P2=whole, TAIL=tail, J=j, GROUPS=plan.groups, SLOTS=plan.slots,
+        SP=P.stride(0), SQ=Q.stride(0), REGISTERS=registers, num_warps=4, maxnreg=limit,
+    )  # fmt: skip

@@ -1,0 +1,106 @@
+"""What the Hopper kernels are made of: layouts of tiles, rings of tiles that copies fill, and products on their way.
+
+A tile has 64 tokens, a row for each, and belongs to one group of four warps. All of it is Triton's Gluon.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+
+@gluon.constexpr_function
+def accumulator(width):
+    """How a product of that width lies in registers."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
+
+
+@gluon.constexpr_function
+def rows_layout():
+    return gl.SliceLayout(1, accumulator(64))
+
+
+@gluon.constexpr_function
+def operand():
+    """How the left side of a product lies in registers: as the result of another one does."""
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator(64), k_width=2)
+
+
+@gluon.constexpr_function
+def piece_width(piece, whole, chunk, tail):
+    """The low rank is held in `whole` pieces of `chunk` columns and one of `tail`."""
+    return chunk if piece < whole else tail
+
+
+@gluon.jit
+def zeros(WIDTH: gl.constexpr):
+    return gl.full([64, WIDTH], 0.0, gl.float32, accumulator(WIDTH))
+
+
+@gluon.jit
+def row_zeros():
+    return gl.full([64], 0.0, gl.float32, rows_layout())
+
+
+@gluon.jit
+def across(ptr, first, WIDTH: gl.constexpr, LIMIT: gl.constexpr):
+    """Entries of a vector from `first` on, one for each column; zero from LIMIT on."""
+    j = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, accumulator(WIDTH)))
+    return gl.load(ptr + j, mask=j < LIMIT, other=0.0)[None, :]
+
+
+@gluon.jit
+def along(x, WIDTH: gl.constexpr):
+    """A number for each row, next to tiles of that width."""
+    return gl.convert_layout(x, gl.SliceLayout(1, accumulator(WIDTH)))[:, None]
+
+
+@gluon.jit
+def sum_rows(x):
+    return gl.convert_layout(gl.sum(x, 1), rows_layout())
+
+
+@gluon.jit
+def extras(scale, first: gl.constexpr, WIDTH: gl.constexpr, kind: gl.constexpr):
+    """Columns [1, 1, r', r - r', r'] from `first` on, for r the inverse of each row's scale and r' that as stored.
+
+    They meet a branch's bias and the shift of its norm in the matrices, which so need no vectors of their own.
+    """
+    column = (gl.arange(0, WIDTH, layout=gl.SliceLayout(0, accumulator(WIDTH))) - first)[None, :]
+    inverse = along(1.0 / scale, WIDTH)
+    stored = inverse.to(kind).to(gl.float32)
+    out = gl.where((column == 2) | (column == 4), stored, 0.0)
+    out = gl.where(column == 3, inverse - stored, out)
+    return gl.where((column == 0) | (column == 1), 1.0, out)
+
+
+@gluon.jit
+def slot_of(count, SLOTS: gl.constexpr, RESIDENT: gl.constexpr):
+    """Place of an item in a ring, and the phase of its barriers; a ring that holds everything is filled once."""
+    if RESIDENT:
+        return count % SLOTS, 0
+    else:
+        return count % SLOTS, (count // SLOTS) & 1
+
+
+@gluon.jit
+def release(bars, slot, RESIDENT: gl.constexpr):
+    """All four warps are done with a slot."""
+    if not RESIDENT:
+        gl.thread_barrier()
+        mbarrier.arrive(bars.index(slot), count=1)
+
+
+@gluon.jit
+def times(left, right, out, FIRST: gl.constexpr):
+    """Start adding `left right'` to `out`, or putting it there."""
+    return warpgroup_mma(left, right.permute((1, 0)), out, use_acc=not FIRST, is_async=True)
+
+
+@gluon.jit
+def store_columns(
+    ptr, row, rows, first, x, WIDTH: gl.constexpr, STRIDE: gl.constexpr, LIMIT: gl.constexpr
+):  # fmt: skip
+    """Columns from `first` on, up to LIMIT, of a matrix whose rows are STRIDE apart."""
+    index = row + gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(WIDTH)))[:, None]
+    j = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, accumulator(WIDTH)))[None, :]
+    gl.store(ptr + index * STRIDE + j, x, mask=(index < rows) & (j < LIMIT))
