@@ -118,6 +118,7 @@ def interpret_values():
     assert error(found[0], expected[0]) < 2e-3
     close_gradients(block, found[1], expected[1], 5e-3)
     norm_back_over_several_tiles()
+    sums_of_many_programs()
 
 
 def norm_back_over_several_tiles():
@@ -138,6 +139,19 @@ def norm_back_over_several_tiles():
     last = (grad.double() * keep.repeat_interleave(8)[:37, None]).sum(0)
     for found, e in zip(sums.sum(0), (*rest, last), strict=True):
         assert error(found, e) < 1e-5
+
+
+def sums_of_many_programs():
+    """More rows than a launch has for a few images, in several parts and several times as many."""
+    from multilinear.kernels.block import Sizes
+    from multilinear.kernels.block_gradient import _summed
+
+    for rows in ((1, 2, 3), (5, 130, 700), (2112, 300, 5000)):
+        first, second, mu1 = torch.randn(rows[0], 3, 48), torch.randn(rows[1], 3, 48), torch.randn(rows[2], 4, 32)
+        found = _summed(first, mu1, second, Sizes(48, 32, 8, 48, 12))
+        assert len(found) <= 32
+        expected = torch.cat([part.double().sum(0).flatten() for part in (first, second, mu1)])
+        assert error(found.sum(0), expected) < 1e-5
 
 
 def interpret_operators():
@@ -185,36 +199,34 @@ def agrees_with_fake(operator, arguments):
     return outputs
 
 
-INTERPRETED = {name: value for name, value in list(globals().items()) if name.startswith("interpret_")}
+def interpret_prepared_numbers():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for wide in (torch.float32, torch.float16):
+            prepared_numbers(PolyBlock(64, shrinkage=8).to(wide), dtype)
+    prepared_numbers(PolyBlock(48, ranks=(48, 272)), torch.float16)  # more rows than a program takes at once
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_in_the_interpreter(name):
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    found = subprocess.run(
-        [sys.executable, __file__, name], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert found.returncode == 0, found.stderr[-3000:]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_prepared_numbers(dtype):
+def prepared_numbers(block, dtype):
     from multilinear.kernels.block import Prepared, prepare
 
-    torch.manual_seed(0)
-    block = perturbed(PolyBlock(64, shrinkage=8), {"mu2.alpha": -0.7})
+    block = perturbed(block, {"mu2.alpha": -0.7})
     frozen = [weight.detach() for weight in weights_of(block)]
     ready = Prepared(*agrees_with_fake(prepare, (frozen, dtype)))
     mu = copy.deepcopy(block).double().mu2.requires_grad_(False)
-    close = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
-    for centred, gram, matrix, part, scale, shift in (
-        (ready.first, ready.gram, ready.A2, mu.A, mu.norm_a.weight, mu.norm_a.bias),
-        (ready.second, ready.low_gram, ready.B2, mu.B, mu.alpha * mu.norm_b.weight, mu.alpha * mu.norm_b.bias + 1),
-    ):
+    # the interpreter cuts bfloat16 off instead of rounding
+    close = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
+    for centred, gram, stack, matrix, part, scale, shift in (
+        (ready.first, ready.gram, ready.stack, ready.A2, mu.A, mu.norm_a.weight, mu.norm_a.bias),
+        (ready.second, ready.low_gram, ready.low_stack, ready.B2, mu.B, mu.alpha * mu.norm_b.weight,
+         mu.alpha * mu.norm_b.bias + 1),
+    ):  # fmt: skip
         weight, bias = part.weight - part.weight.mean(0), part.bias - part.bias.mean()
         assert error(centred, torch.cat([weight, bias[:, None]], 1)) < 1e-6
-        assert error(gram, weight.T @ weight) < close
         width = len(gram)
+        assert error(gram, weight.T @ weight) < close
+        assert error(stack[: len(centred)], scale[:, None] * weight) < close
+        assert error(stack[len(centred) + width], weight.T @ bias) < close
+        assert stack[len(centred) + width + 1 : len(centred) + width + 8].abs().max() == 0
         assert error(matrix[:, :width], scale[:, None] * weight) < close
         # what the extra columns of a row, [1, 1, r', r - r', r'] for its r and that as stored, make of the matrix's
         r = torch.rand(9).double() * 10
@@ -227,7 +239,20 @@ def test_prepared_numbers(dtype):
         size = (scale * bias).abs() + (r[:, None] * shift).abs()
         assert ((found - expected).abs() < 5e-5 * size + 1e-6).all()
         assert matrix[:, width + 5 :].abs().max() == 0
+    assert error(ready.D2, mu.D.weight) < close
     assert error(ready.lifting, torch.cat([block.mu1.A.weight, block.mu1.D.weight]).detach().double()) < close
+
+
+INTERPRETED = {name: value for name, value in list(globals().items()) if name.startswith("interpret_")}
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_in_the_interpreter(name):
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    found = subprocess.run(
+        [sys.executable, __file__, name], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS, block_forward, hopper
+from multilinear.kernels import BLOCK_PARAMETERS, block_forward, block_weights, hopper
 
 SIZED = tuple(BLOCK_PARAMETERS.index(name) for name in ("mu1.A.weight", "mu1.B.weight", "mu2.B.weight"))
 
@@ -54,23 +54,34 @@ def chunk(width: int, most: int = 64) -> int:
 class Prepared(NamedTuple):
     """What the kernels read: matrices in the precision of the activations, all vectors in one float32 tensor.
 
-    `first` and `second` hold A and B of the second Mu-Layer next to their biases, centred over the outputs; `factor`
-    holds B of the first.
+    `stack` and `low_stack` hold what the gradients of the second Mu-Layer's branches are multiplied with: rows of A2,
+    the gram matrix, a row that goes with its bias, seven of zeros, and D2; and the same of B2 without the last.
+    `first` and `second` hold A and B of the second Mu-Layer next to their biases, centred over the outputs.
     """
 
     lifting: Tensor
     B1: Tensor
     C1: Tensor
     A2: Tensor
-    D2: Tensor
     B2: Tensor
     C2: Tensor
-    gram: Tensor
-    low_gram: Tensor
+    stack: Tensor
+    low_stack: Tensor
     vectors: Tensor
-    factor: Tensor
     first: Tensor
     second: Tensor
+
+    @property
+    def D2(self) -> Tensor:
+        return self.stack[len(self.A2) + self.stack.shape[1] + 8 :]
+
+    @property
+    def gram(self) -> Tensor:
+        return self.stack[len(self.A2) : len(self.A2) + self.stack.shape[1]]
+
+    @property
+    def low_gram(self) -> Tensor:
+        return self.low_stack[len(self.B2) : len(self.B2) + self.low_stack.shape[1]]
 
 
 def sizes_of(weights: Sequence[Tensor]) -> Sizes:
@@ -80,56 +91,38 @@ def sizes_of(weights: Sequence[Tensor]) -> Sizes:
     )  # fmt: skip
 
 
-def _centred(weight: Tensor, bias: Tensor) -> Tensor:
-    both = torch.cat([weight, bias[:, None]], 1)
-    return both - both.mean(0)
-
-
-def _gram(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """`matrix' matrix` in float32."""
-    if not matrix.is_cuda:
-        return matrix.T @ matrix
-    stored = matrix.to(dtype)
-    return torch.mm(stored.T, stored, out_dtype=torch.float32)
-
-
-def _with_extras(both: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix next to the columns that `extras` of the kernels multiplies: its bias and the norm's shift, as stored
-    and what that leaves."""
-    bias, shift = both[:, -1:], shift[:, None]
-    bias_left, shift_left = (part - part.to(dtype).float() for part in (bias, shift))
-    return torch.cat([both[:, :-1], bias, bias_left, shift, shift, shift_left, both.new_zeros(len(both), 11)], 1)
+def _new(weights: Sequence[Tensor], dtype: torch.dtype) -> Prepared:
+    """Memory for the fields."""
+    s, new = sizes_of(weights), weights[0].new_empty
+    shapes = [(s.rank1 + s.low1, s.channels), (s.rank1, s.low1), (s.channels, s.rank1), (s.rank2, s.channels + 16),
+              (s.rank2, s.low2 + 16), (s.channels, s.rank2), (s.rank2 + s.channels + 8 + s.low2, s.channels),
+              (s.rank2 + s.low2 + 8, s.low2)]  # fmt: skip
+    floats = [(offsets(s).end,), (s.rank2, s.channels + 1), (s.rank2, s.low2 + 1)]
+    return Prepared(
+        *(new(shape, dtype=dtype) for shape in shapes), *(new(shape, dtype=torch.float32) for shape in floats)
+    )
 
 
 def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The fields of `Prepared` from the parameters `BLOCK_PARAMETERS`."""
-    with torch.autocast(weights[0].device.type, enabled=False):
-        named = {name: weight.float() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
-        factor = _centred(named["mu1.B.weight"], named["mu1.B.bias"])
-        first = _centred(named["mu2.A.weight"], named["mu2.A.bias"])
-        second = _centred(named["mu2.B.weight"], named["mu2.B.bias"])
-        gram, low_gram = _gram(first, dtype), _gram(second, dtype)
-        alpha = named["mu1.alpha"]
-        vectors = [
-            named["norm1.weight"], named["norm1.bias"], named["mu1.C.bias"], named["mu2.C.bias"],
-            factor[:, -1], named["mu1.norm_a.weight"], named["mu1.norm_a.bias"],
-            alpha * named["mu1.norm_b.weight"], alpha * named["mu1.norm_b.bias"] + 1,
-            2 * gram[:-1, -1], named["mu2.D.bias"], 2 * low_gram[:-1, -1], gram[-1, -1:], low_gram[-1, -1:],
-            named["mu1.A.bias"], named["mu1.D.bias"],
-        ]  # fmt: skip
-        alpha = named["mu2.alpha"]
-        matrices = [
-            torch.cat([named["mu1.A.weight"], named["mu1.D.weight"]]), factor[:, :-1], named["mu1.C.weight"],
-            _with_extras(first * named["mu2.norm_a.weight"][:, None], named["mu2.norm_a.bias"], dtype),
-            named["mu2.D.weight"],
-            _with_extras(second * (alpha * named["mu2.norm_b.weight"])[:, None],
-                         alpha * named["mu2.norm_b.bias"] + 1, dtype),
-            named["mu2.C.weight"], gram[:-1, :-1], low_gram[:-1, :-1],
-        ]  # fmt: skip
-        return [
-            *(matrix.to(dtype, memory_format=torch.contiguous_format, copy=True) for matrix in matrices),
-            torch.cat(vectors), factor, first, second,
-        ]  # fmt: skip
+    s, ready = sizes_of(weights), _new(weights, dtype)
+    columns, size, tile = 16, 4096, 32
+    wide, low = s.channels, s.low2
+    kernel = block_weights.pack
+    matrices = [wide * rank for rank in (s.rank1, s.low1, s.rank1, s.rank2, s.low2)]
+    programs = sum(triton.cdiv(width + 1, columns) for width in (wide, low, s.low1))
+    programs += sum(triton.cdiv(matrix, size) for matrix in matrices) + 11  # and as many vectors
+    kernel[(programs,)](
+        *(weight.contiguous() for weight in weights), *ready, **constants(s, kernel.arg_names),
+        ROWS=min(256, triton.next_power_of_2(s.rank2)), COLUMNS=columns, BLOCK=size, num_warps=8,
+    )  # fmt: skip
+    kernel = block_weights.grams
+    programs = sum(triton.cdiv(width + 8, tile) * triton.cdiv(width + 1, tile) for width in (wide, low))
+    kernel[(programs,)](
+        ready.first, ready.second, ready.stack, ready.low_stack, ready.vectors, **constants(s, kernel.arg_names),
+        ROWS=128, TILE=tile, num_warps=4,
+    )  # fmt: skip
+    return list(ready)
 
 
 prepare = torch.library.custom_op("multilinear::poly_block_prepare", prepare_now, mutates_args=())
@@ -137,13 +130,7 @@ prepare = torch.library.custom_op("multilinear::poly_block_prepare", prepare_now
 
 @prepare.register_fake
 def _(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    s = sizes_of(weights)
-    new = weights[0].new_empty
-    shapes = [(s.rank1 + s.low1, s.channels), (s.rank1, s.low1), (s.channels, s.rank1), (s.rank2, s.channels + 16),
-              (s.low2, s.channels), (s.rank2, s.low2 + 16), (s.channels, s.rank2), (s.channels, s.channels),
-              (s.low2, s.low2)]  # fmt: skip
-    floats = [(offsets(s).end,), (s.rank1, s.low1 + 1), (s.rank2, s.channels + 1), (s.rank2, s.low2 + 1)]
-    return [*(new(shape, dtype=dtype) for shape in shapes), *(new(shape, dtype=torch.float32) for shape in floats)]
+    return list(_new(weights, dtype))
 
 
 class Offsets(NamedTuple):

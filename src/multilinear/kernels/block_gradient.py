@@ -8,28 +8,38 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS, block_backward, hopper
+from multilinear.kernels import BLOCK_PARAMETERS, block_backward, block_weights_back, hopper
 from multilinear.kernels.block import (
     Prepared,
     Sizes,
     chunk,
     constants,
-    offsets,
     poly_block,
     poly_block_now,
     sizes_of,
     tiles,
 )
 
+_NORM_B = "norm_b.weight", "norm_b.bias", "alpha"
+_SMALL = tuple(f"{part}.{name}" for part in ("A", "D", "B", "norm_a", "norm_b") for name in ("weight", "bias"))
+# What the kernels that end in gradients read and write, in the order of their arguments.
+FIRST_READS = tuple(f"mu1.{name}" for name in _NORM_B)
+FIRST_WRITES = (
+    "norm1.weight", "norm1.bias", *(f"mu1.{name}" for name in (*_SMALL, "C.bias", "alpha")), "mu2.C.bias", "mu2.alpha"
+)  # fmt: skip
+SECOND_READS = "mu2.norm_a.weight", *(f"mu2.{name}" for name in _NORM_B)
+SECOND_WRITES = tuple(f"mu2.{name}" for name in _SMALL)
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
-    """`left' right` in float32."""
-    if left.is_cuda:
-        return torch.mm(left.T, right, out_dtype=torch.float32)
-    return left.T.float() @ right.float()
+
+def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """`left' right`, in float32 if it has no place of its own."""
+    if left.is_cuda and (out is None or out.dtype == torch.float32):
+        return torch.mm(left.T, right, out_dtype=torch.float32, out=out)
+    product = _product(left, right) if left.is_cuda else left.T.float() @ right.float()
+    return product if out is None else out.copy_(product)
 
 
-Gradients = dict[str, Tensor]
+Named = dict[str, Tensor]
 
 
 @lru_cache
@@ -37,29 +47,29 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _beside(work: Callable[[], Gradients], device: torch.device) -> Callable[[], Gradients]:
+def _beside(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Start the small products that end in gradients of parameters beside what follows; the result waits for them."""
     if device.type != "cuda":
         return work
     main, side = torch.cuda.current_stream(device), _side_stream(device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
-        found = work()
+        work()
+    held = [work]  # with all that it reads, whose memory would else be used again too early
 
-    def join() -> Gradients:
+    def join() -> None:
         main.wait_stream(side)
-        for tensor in found.values():
-            tensor.record_stream(main)
-        return found
+        held.clear()
 
     return join
 
 
 def _second_layer(
-    grad: Tensor, mid: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, named: dict[str, Tensor],
+    grad: Tensor, mid: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, named: Named, found: Named,
     ready: Prepared, s: Sizes, eps: float,
-) -> tuple[Tensor, Callable[[], Gradients]]:  # fmt: skip
-    """The gradients of the value between the Mu-Layers and of everything in the second."""
+) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:  # fmt: skip
+    """The gradient of the value between the Mu-Layers, what is summed up on the way, the terms of alpha's gradient; and
+    a function after which those terms and the gradients of the second Mu-Layer are there."""
     rows, rank, channels, low = mid.numel() // s.channels, s.rank2, s.channels, s.low2
     fixed = constants(s, block_backward.mu2_back.arg_names)
     h, P, Q = (mid.new_empty(rows, width) for width in (rank, fixed["SP"], fixed["SQ"]))
@@ -73,49 +83,31 @@ def _second_layer(
             T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
     # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], and Q the same of B
-    linear, low_linear = _linear_terms(ready, s)
-    gap = ready.gram.new_zeros(7, channels)
-    torch.mm(Q, torch.cat([ready.B2[:, :low], ready.low_gram, low_linear, gap[:, :low]]), out=P[:, -low:])
-    dn = P @ torch.cat([ready.A2[:, :channels], ready.gram, linear, gap, ready.D2])
-    out, totals, _ = _through_shared_norm(dn, mid, grad, keep, ready, s, eps, write=False)
+    torch.mm(Q, ready.low_stack, out=P[:, -low:])
+    out, sums, _ = _through_shared_norm(P @ ready.stack, mid, grad, keep, ready, s, eps, write=False)
+    terms = sums.new_empty(rank)
 
-    def parameters() -> Gradients:
+    def parameters() -> None:
+        _product(grad.view(rows, channels), h, found["mu2.C.weight"])
         product, low_product = _product(P, n), _product(Q, d)
-        alpha, weight_b, bias_b = (named[f"mu2.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
-        first = _through_norm(ready.first, product, named["mu2.norm_a.weight"])
-        second = _through_norm(ready.second, low_product, alpha * weight_b)
-        scale_b = (ready.second * low_product[:rank, : low + 1]).sum(1)
-        shift_b = low_product[:rank, low + 2 : low + 4].sum(1)
-        low_rank = product[-low:]
-        return {
-            "mu2.A.weight": first[:, :-1], "mu2.A.bias": first[:, -1],
-            "mu2.D.weight": low_rank[:, :channels], "mu2.D.bias": low_rank[:, channels],
-            "mu2.B.weight": second[:, :-1], "mu2.B.bias": second[:, -1],
-            "mu2.C.weight": _product(grad.view(rows, channels), h),
-            "mu2.norm_a.weight": (ready.first * product[:rank, : channels + 1]).sum(1),
-            "mu2.norm_a.bias": product[:rank, channels + 2 : channels + 4].sum(1),
-            "mu2.norm_b.weight": alpha * scale_b, "mu2.norm_b.bias": alpha * shift_b,
-            "mu2.alpha": (weight_b * scale_b + bias_b * shift_b).sum(),
-            "norm1.weight": totals[0], "norm1.bias": totals[1], "mu2.C.bias": totals[2],
-        }  # fmt: skip
+        kernel = block_weights_back.second_gradients
+        tall, wide = 64, 32
+        across, low_across = (triton.cdiv(width + 1, wide) for width in (channels, low))
+        programs = triton.cdiv(rank, tall) * (across + low_across + 2) + triton.cdiv(low, tall) * across
+        kernel[(programs,)](
+            product, low_product, ready.first, ready.second, *(named[name] for name in SECOND_READS),
+            *(found[name] for name in SECOND_WRITES), terms, **constants(s, kernel.arg_names),
+            ROWS=tall, COLUMNS=wide, DEPTH=64, ALL=min(256, triton.next_power_of_2(rank)), num_warps=4,
+        )  # fmt: skip
 
-    return out, _beside(parameters, mid.device)
-
-
-def _linear_terms(ready: Prepared, s: Sizes) -> tuple[Tensor, Tensor]:
-    """A'a and B'b as rows: half the linear terms of the quadratic forms."""
-    forms = ready.vectors[offsets(s).forms :]
-    start = s.channels + s.low2
-    rows = forms[: s.channels], forms[start : start + s.low2]
-    first, second = ((row[None] / 2).to(ready.gram.dtype) for row in rows)
-    return first, second
+    return out, sums, terms, _beside(parameters, mid.device)
 
 
 def _through_shared_norm(
     dn: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes, eps: float, *, write: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of x; those of the norm's weight and bias and of the layer's last bias; and the norm's output next
-    to a column of ones."""
+    """The gradient of x; parts of the sums for those of the norm's weight and bias and of the layer's last bias; and
+    the norm's output next to a column of ones."""
     rows = x.numel() // s.channels
     block = triton.next_power_of_2(s.channels)
     tile = max(1, 512 // block)  # one warp with 16 numbers a thread; measured on an H200
@@ -126,26 +118,15 @@ def _through_shared_norm(
         dn, x, grad, keep, ready.vectors, out, n, sums, rows, x.shape[-3] * x.shape[-2], eps, C=s.channels,
         SN=s.channels + 8, WRITE=write, DROP=keep is not None, BLOCK=block, T=tile, num_warps=1,
     )  # fmt: skip
-    return out, sums.sum(0), n
-
-
-def _own(x: Tensor) -> Tensor:
-    """The same in memory of its own, as an operator's outputs must not share any."""
-    return x.clone() if x.is_contiguous() and x.untyped_storage().nbytes() > x.nbytes else x.contiguous()
-
-
-def _through_norm(matrix: Tensor, product: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of a centred matrix with its bias, from products of gradients before the norm with its input."""
-    rank, width = matrix.shape
-    grad = weight[:, None] * product[:rank, :width]
-    return torch.addmm(grad - grad.mean(0), matrix, product[rank : rank + width, :width])
+    return out, sums, n
 
 
 def _first_layer(
-    grad: Tensor, x: Tensor, u: Tensor, stats: Tensor, keep: Tensor | None, named: dict[str, Tensor], ready: Prepared,
-    s: Sizes, keep_border: bool, eps: float,
-) -> tuple[Tensor, Gradients]:  # fmt: skip
-    """The gradients of the block's input and of everything in the first Mu-Layer."""
+    grad: Tensor, x: Tensor, u: Tensor, stats: Tensor, keep: Tensor | None, found: Named, ready: Prepared, s: Sizes,
+    keep_border: bool, eps: float,
+) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
+    """The gradient of the block's input, and what those of the first Mu-Layer are made of: two products, and what is
+    summed up in the norm and in the layer. A third product is a gradient by itself."""
     rows, channels, rank, low = x.numel() // s.channels, s.channels, s.rank1, s.low1
     height, width = x.shape[-3:-1]
     tile = tiles(s)["mu1_back"]
@@ -167,20 +148,36 @@ def _first_layer(
         LOW=triton.next_power_of_2(fixed["US"] - rank), num_warps=4,
     )  # fmt: skip
     dn = du[:, : rank + low] @ ready.lifting
-    out, norm, n = _through_shared_norm(dn, x, grad, keep, ready, s, eps, write=True)
-    lifting, factor = _product(du, n), _product(db, d)
-    scale_a, shift_a, scale_b, shift_b = sums.sum(0)
-    alpha, weight_b, bias_b = (named[f"mu1.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))
-    return out, {
-        "norm1.weight": norm[0], "norm1.bias": norm[1],
-        "mu1.A.weight": lifting[:rank, :channels], "mu1.A.bias": lifting[:rank, channels],
-        "mu1.D.weight": lifting[rank : rank + low, :channels], "mu1.D.bias": lifting[rank : rank + low, channels],
-        "mu1.B.weight": factor[:, :low], "mu1.B.bias": factor[:, low],
-        "mu1.C.weight": _product(gy.view(rows, channels), h), "mu1.C.bias": norm[2],
-        "mu1.norm_a.weight": scale_a, "mu1.norm_a.bias": shift_a,
-        "mu1.norm_b.weight": alpha * scale_b, "mu1.norm_b.bias": alpha * shift_b,
-        "mu1.alpha": (weight_b * scale_b + bias_b * shift_b).sum(),
-    }  # fmt: skip
+    out, norm_sums, n = _through_shared_norm(dn, x, grad, keep, ready, s, eps, write=True)
+    _product(gy.view(rows, channels), h, found["mu1.C.weight"])
+    return out, (_product(du, n), _product(db, d)), (norm_sums, sums)
+
+
+def _summed(first: Tensor, mu1: Tensor, second: Tensor, s: Sizes) -> Tensor:
+    """Rows that add up to the sums of the shared norm's first and second place and of the first Mu-Layer."""
+    rows, columns = 128, 64
+    parts = min(32, triton.next_power_of_2(triton.cdiv(max(map(len, (first, second, mu1))), rows)))
+    out = first.new_empty(parts, 6 * s.channels + 4 * s.rank1)
+    kernel = block_weights_back.partial_sums
+    programs = parts * (2 * triton.cdiv(3 * s.channels, columns) + triton.cdiv(4 * s.rank1, columns))
+    kernel[(programs,)](
+        first, len(first), second, len(second), mu1, len(mu1), out, **constants(s, kernel.arg_names),
+        PARTS=parts, ROWS=rows, COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _finish(lifting: Tensor, factor: Tensor, sums: Tensor, terms: Tensor, named: Named, found: Named, s: Sizes) -> None:
+    """All gradients that are still missing."""
+    kernel = block_weights_back.first_gradients
+    tall, wide = 32, 64
+    across, low_across = (triton.cdiv(width + 1, wide) for width in (s.channels, s.low1))
+    programs = triton.cdiv(s.rank1, tall) * (across + low_across) + triton.cdiv(s.low1, tall) * across
+    kernel[(programs + 8,)](  # and as many vectors and sums
+        lifting, factor, sums, *(named[name] for name in FIRST_READS), terms, *(found[name] for name in FIRST_WRITES),
+        **constants(s, kernel.arg_names), PARTS=len(sums), ROWS=tall, COLUMNS=wide,
+        VECTOR=triton.next_power_of_2(max(s.channels, s.rank1)), TERMS=triton.next_power_of_2(s.rank2), num_warps=4,
+    )  # fmt: skip
 
 
 def poly_block_backward_now(
@@ -190,18 +187,20 @@ def poly_block_backward_now(
     """Gradients of x and of all weights."""
     s, ready = sizes_of(weights), Prepared(*prepared)
     with torch.autocast(x.device.type, enabled=False):
-        named = {name: weight.float() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
+        found = dict(zip(BLOCK_PARAMETERS, _gradients_of(weights), strict=True))
+        named = {name: weight.contiguous() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
         u, mid, stats1, n, d, stats2 = saved
-        grad, second = _second_layer(grad, mid, n, d, stats2, keep2, named, ready, s, eps)
-        grad, more = _first_layer(grad, x, u, stats1, keep1, named, ready, s, keep_border, eps)
-        found = second()
-        for name in ("norm1.weight", "norm1.bias"):  # the two places share one norm
-            found[name] = found[name] + more.pop(name)
-        found |= more
-        return [grad, *(
-            _own(found[name].to(weight.dtype).reshape(weight.shape))
-            for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)
-        )]  # fmt: skip
+        grad, sums2, terms, join = _second_layer(grad, mid, n, d, stats2, keep2, named, found, ready, s, eps)
+        grad, products, sums1 = _first_layer(grad, x, u, stats1, keep1, found, ready, s, keep_border, eps)
+        sums = _summed(*sums1, sums2, s)
+        join()
+        _finish(*products, sums, terms, named, found, s)
+        return [grad, *found.values()]
+
+
+def _gradients_of(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Memory for them."""
+    return [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights]
 
 
 poly_block_backward = torch.library.custom_op(
@@ -212,7 +211,7 @@ poly_block_backward = torch.library.custom_op(
 @poly_block_backward.register_fake
 def _(grad: Tensor, x: Tensor, *rest: Any) -> list[Tensor]:
     weights: Sequence[Tensor] = rest[3]
-    return [torch.empty_like(x), *(torch.empty_like(weight) for weight in weights)]
+    return [torch.empty_like(x), *_gradients_of(weights)]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, list[Tensor]]) -> None:

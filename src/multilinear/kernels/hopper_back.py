@@ -104,9 +104,7 @@ def consume(
                     second = times(tiles_d.index(which * P2 + q), weights_b.index(slot * P2 + q), second, q == 0)
                 else:
                     second = times(tiles_t.index(which), weights_t.index(slot), second, q == 0)
-            first, second, grad, shift_a, shift_b = warpgroup_mma_wait(
-                0, deps=[first, second, grad, shift_a, shift_b]
-            )
+            first, second, grad, shift_a, shift_b = warpgroup_mma_wait(0, deps=[first, second, grad, shift_a, shift_b])
             if not RESIDENT:  # products with the extras of the chunk before are over now
                 if i > 0:
                     release(empty, (item - 1) % SLOTS, RESIDENT)

@@ -1,0 +1,179 @@
+"""Kernels that turn products and sums over all tokens into the gradients of a Poly-Block's weights.
+
+Small steps share a launch, as in `block_weights`.
+"""
+
+import triton
+import triton.language as tl
+
+from multilinear.kernels.block_parts import columns
+from multilinear.kernels.block_weights import load_tile, load_vector, store_both, store_vector
+
+
+@triton.jit
+def split(
+    task, product_ptr, weight_ptr, bias_ptr, R: tl.constexpr, W: tl.constexpr, STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A product with [input | 1] into the gradients of a matrix and its bias."""
+    across: tl.constexpr = W // COLUMNS + 1
+    programs: tl.constexpr = -(-R // ROWS) * across
+    if (task >= 0) & (task < programs):
+        r = columns(task // across * ROWS, ROWS)
+        j = columns(task % across * COLUMNS, COLUMNS)
+        store_both(weight_ptr, bias_ptr, r, j, load_tile(product_ptr, r, j, R, W + 1, STRIDE), R, W)
+    return task - programs
+
+
+@triton.jit
+def through_norm(
+    task, product_ptr, centred_ptr, scale_ptr, alpha, weight_ptr, bias_ptr, R: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a centred matrix and its bias: of the products of gradients before the norm with its input the
+    scaled and centred ones, and the matrix times those of what the norm takes from them."""
+    across: tl.constexpr = W // COLUMNS + 1
+    programs: tl.constexpr = -(-R // ROWS) * across
+    if (task >= 0) & (task < programs):
+        j = columns(task % across * COLUMNS, COLUMNS)
+        mean = tl.zeros((COLUMNS,), tl.float32)
+        for start in range(0, R, ALL):
+            r = columns(start, ALL)
+            scaled = load_tile(product_ptr, r, j, R, W + 1, W + 16) * load_vector(scale_ptr, r, R)[:, None]
+            mean += tl.sum(scaled, 0) / R
+        r = columns(task // across * ROWS, ROWS)
+        grad = load_tile(product_ptr, r, j, R, W + 1, W + 16) * load_vector(scale_ptr, r, R)[:, None]
+        grad = (grad - mean[None, :]) * alpha
+        for start in range(0, W + 1, DEPTH):
+            k = columns(start, DEPTH)
+            taken = load_tile(product_ptr + R * (W + 16), k, j, W + 1, W + 1, W + 16)
+            grad = tl.dot(load_tile(centred_ptr, r, k, R, W + 1, W + 1), taken, grad, input_precision="tf32x3")
+        store_both(weight_ptr, bias_ptr, r, j, grad, R, W)
+    return task - programs
+
+
+@triton.jit
+def norm_gradients(
+    task, product_ptr, centred_ptr, scale_ptr, shift_ptr, alpha, dscale_ptr, dshift_ptr, terms_ptr,
+    R: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a norm's scale and shift, and each channel's share in that of alpha."""
+    programs: tl.constexpr = -(-R // ROWS)
+    if (task >= 0) & (task < programs):
+        r = columns(task * ROWS, ROWS)
+        along = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, W + 1, COLUMNS):
+            j = columns(start, COLUMNS)
+            along += load_tile(product_ptr, r, j, R, W + 1, W + 16) * load_tile(centred_ptr, r, j, R, W + 1, W + 1)
+        dscale = tl.sum(along, 1)
+        dshift = tl.load(product_ptr + r * (W + 16) + W + 2, mask=r < R, other=0.0)
+        dshift += tl.load(product_ptr + r * (W + 16) + W + 3, mask=r < R, other=0.0)
+        store_vector(dscale_ptr, r, alpha * dscale, R)
+        store_vector(dshift_ptr, r, alpha * dshift, R)
+        if terms_ptr is not None:
+            store_vector(terms_ptr, r, load_vector(scale_ptr, r, R) * dscale + load_vector(shift_ptr, r, R) * dshift, R)
+    return task - programs
+
+
+@triton.jit
+def second_gradients(
+    product_ptr, low_product_ptr, first_ptr, second_ptr, scale_a_ptr, scale_b_ptr, shift_b_ptr, alpha_ptr,
+    A_ptr, a_ptr, D_ptr, d_ptr, B_ptr, b_ptr, dscale_a_ptr, dshift_a_ptr, dscale_b_ptr, dshift_b_ptr, terms_ptr,
+    C: tl.constexpr, R2: tl.constexpr, L2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """From the products of P with n and of Q with d to the gradients of the second Mu-Layer; and the terms whose
+    sum is that of alpha."""
+    alpha = tl.load(alpha_ptr).to(tl.float32)
+    task = tl.program_id(0)
+    task = through_norm(task, product_ptr, first_ptr, scale_a_ptr, 1.0, A_ptr, a_ptr, R2, C, ROWS, COLUMNS, DEPTH, ALL)
+    task = through_norm(task, low_product_ptr, second_ptr, scale_b_ptr, alpha, B_ptr, b_ptr, R2, L2, ROWS, COLUMNS,
+                        DEPTH, ALL)  # fmt: skip
+    task = norm_gradients(task, product_ptr, first_ptr, None, None, 1.0, dscale_a_ptr, dshift_a_ptr, None, R2, C, ROWS,
+                          COLUMNS)  # fmt: skip
+    task = norm_gradients(task, low_product_ptr, second_ptr, scale_b_ptr, shift_b_ptr, alpha, dscale_b_ptr,
+                          dshift_b_ptr, terms_ptr, R2, L2, ROWS, COLUMNS)  # fmt: skip
+    split(task, product_ptr + (R2 + C + 8) * (C + 16), D_ptr, d_ptr, L2, C, C + 16, ROWS, COLUMNS)
+
+
+@triton.jit
+def partial_sum(
+    task, from_ptr, count, to_ptr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of `count` rows every PARTS-th group summed up."""
+    across: tl.constexpr = -(-WIDTH // COLUMNS)
+    programs: tl.constexpr = PARTS * across
+    if (task >= 0) & (task < programs):
+        part = task // across
+        j = columns(task % across * COLUMNS, COLUMNS)
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(part * ROWS, count, PARTS * ROWS):
+            r = columns(start, ROWS)
+            inside = (r < count)[:, None] & (j < WIDTH)[None, :]
+            total += tl.load(from_ptr + r[:, None] * WIDTH + j[None, :], mask=inside, other=0.0)
+        store_vector(to_ptr + part * STRIDE, j, tl.sum(total, 0), WIDTH)
+    return task - programs
+
+
+@triton.jit
+def partial_sums(
+    norm1_ptr, norm1_rows, norm2_ptr, norm2_rows, mu1_ptr, mu1_rows, to_ptr,
+    C: tl.constexpr, R1: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """What programs of the way back have summed up, up to PARTS rows: three vectors of each place of the shared norm
+    and four of the first Mu-Layer."""
+    width: tl.constexpr = 6 * C + 4 * R1
+    task = tl.program_id(0)
+    task = partial_sum(task, mu1_ptr, mu1_rows, to_ptr + 6 * C, 4 * R1, width, PARTS, ROWS, COLUMNS)
+    task = partial_sum(task, norm1_ptr, norm1_rows, to_ptr, 3 * C, width, PARTS, ROWS, COLUMNS)
+    partial_sum(task, norm2_ptr, norm2_rows, to_ptr + 3 * C, 3 * C, width, PARTS, ROWS, COLUMNS)
+
+
+@triton.jit
+def total_of(ptr, j, SIZE: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr):
+    return tl.sum(load_tile(ptr, tl.arange(0, PARTS), j, PARTS, SIZE, STRIDE), 0)
+
+
+@triton.jit
+def first_gradients(
+    lifting_ptr, factor_ptr, parts_ptr, scale_b_ptr, shift_b_ptr, alpha_ptr, terms_ptr, dnorm_scale_ptr,
+    dnorm_shift_ptr, A_ptr, a_ptr, D_ptr, d_ptr, B_ptr, b_ptr, dscale_a_ptr, dshift_a_ptr, dscale_b_ptr, dshift_b_ptr,
+    c_ptr, dalpha_ptr, second_c_ptr, second_dalpha_ptr,
+    C: tl.constexpr, R1: tl.constexpr, L1: tl.constexpr, R2: tl.constexpr, SD1: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """From products and partial sums to the gradients of the shared norm, of the first Mu-Layer, and of the last bias
+    and alpha of the second."""
+    width: tl.constexpr = 6 * C + 4 * R1
+    task = tl.program_id(0)
+    j = tl.arange(0, VECTOR)
+    mu1_ptr = parts_ptr + 6 * C
+    if task == 0:
+        total = total_of(parts_ptr, j, C, width, PARTS) + total_of(parts_ptr + 3 * C, j, C, width, PARTS)
+        store_vector(dnorm_scale_ptr, j, total, C)
+    elif task == 1:
+        total = total_of(parts_ptr + C, j, C, width, PARTS) + total_of(parts_ptr + 4 * C, j, C, width, PARTS)
+        store_vector(dnorm_shift_ptr, j, total, C)
+    elif task == 2:
+        store_vector(c_ptr, j, total_of(parts_ptr + 2 * C, j, C, width, PARTS), C)
+    elif task == 3:
+        store_vector(second_c_ptr, j, total_of(parts_ptr + 5 * C, j, C, width, PARTS), C)
+    elif task == 4:
+        store_vector(dscale_a_ptr, j, total_of(mu1_ptr, j, R1, width, PARTS), R1)
+    elif task == 5:
+        store_vector(dshift_a_ptr, j, total_of(mu1_ptr + R1, j, R1, width, PARTS), R1)
+    elif task == 6:
+        alpha = tl.load(alpha_ptr).to(tl.float32)
+        dscale = total_of(mu1_ptr + 2 * R1, j, R1, width, PARTS)
+        dshift = total_of(mu1_ptr + 3 * R1, j, R1, width, PARTS)
+        store_vector(dscale_b_ptr, j, alpha * dscale, R1)
+        store_vector(dshift_b_ptr, j, alpha * dshift, R1)
+        dalpha = tl.sum(load_vector(scale_b_ptr, j, R1) * dscale + load_vector(shift_b_ptr, j, R1) * dshift, 0)
+        tl.store(dalpha_ptr, dalpha.to(dalpha_ptr.dtype.element_ty))
+    elif task == 7:
+        dalpha = tl.sum(load_vector(terms_ptr, tl.arange(0, TERMS), R2), 0)
+        tl.store(second_dalpha_ptr, dalpha.to(second_dalpha_ptr.dtype.element_ty))
+    task = split(task - 8, lifting_ptr, A_ptr, a_ptr, R1, C, C + 8, ROWS, COLUMNS)
+    task = split(task, lifting_ptr + R1 * (C + 8), D_ptr, d_ptr, L1, C, C + 8, ROWS, COLUMNS)
+    split(task, factor_ptr, B_ptr, b_ptr, R1, L1, SD1, ROWS, COLUMNS)
