@@ -14,6 +14,7 @@ from multilinear.kernels.block import (
     Sizes,
     chunk,
     constants,
+    offsets,
     poly_block,
     poly_block_now,
     sizes_of,
@@ -75,16 +76,17 @@ def _second_layer(
     h, P, Q = (mid.new_empty(rows, width) for width in (rank, fixed["SP"], fixed["SQ"]))
     plan = hopper.plan_back(s) if mid.is_cuda else None
     if plan is not None:
-        hopper.mu2_back(grad, n, d, stats, h, P, Q, ready, s, plan)
+        out, sums = hopper.mu2_back(grad, mid, n, d, stats, keep, h, P, Q, ready, s, plan, offsets(s).forms, eps)
     else:
         tile = tiles(s)["mu2_back"]
         block_backward.mu2_back[(triton.cdiv(rows, tile.tokens),)](
             grad, n, d, stats, ready.A2, ready.B2, ready.C2, h, P, Q, rows, **fixed,
             T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
-    # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], and Q the same of B
-    torch.mm(Q, ready.low_stack, out=P[:, -low:])
-    out, sums, _ = _through_shared_norm(P @ ready.stack, mid, grad, keep, ready, s, eps, write=False)
+    if plan is None or not plan.whole:
+        # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], and Q the same of B
+        torch.mm(Q, ready.low_stack, out=P[:, -low:])
+        out, sums, _ = _through_shared_norm(P @ ready.stack, mid, grad, keep, ready, s, eps, write=False)
     terms = sums.new_empty(rank)
 
     def parameters() -> None:

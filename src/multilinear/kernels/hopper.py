@@ -17,9 +17,9 @@ VERSIONS = ("3.6.",)
 class Plan(NamedTuple):
     """How a processor shares out the second Mu-Layer.
 
-    Hidden channels of a chunk; groups of warps with 64 tokens each; chunks of weights that are kept, and chunks of C where
-    that is fetched by itself; whether n, and whether d, waits in shared memory instead of registers; registers of a
-    thread that multiplies, and of any at launch.
+    Hidden channels of a chunk; groups of warps with 64 tokens each; chunks of A and B, and of C, that are kept; on the
+    way forward whether n, and whether d, waits in shared memory instead of registers; on the way back whether it goes
+    on from the branches to x.
     """
 
     chunk: int
@@ -28,6 +28,7 @@ class Plan(NamedTuple):
     slots_c: int = 0
     staged: bool = True
     staged_low: bool = False
+    whole: bool = False
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -37,16 +38,16 @@ class Plan(NamedTuple):
 
 # By channels and the largest low rank; measured on an H200. In training n is also written, from where it is staged.
 FORWARD = {
-    (64, 27): Plan(64, 3, 6, 3),
+    (64, 27): Plan(64, 3, 6, 3, staged=False),
     (128, 59): Plan(64, 2, 4, 2, staged=False),
     (192, 75): Plan(64, 2, 3, 2),
     (192, 144): Plan(32, 2, 4, 3),
     (256, 96): Plan(32, 2, 3, 3, staged_low=True),
 }
 BACK = {
-    (64, 27): Plan(64, 2, 3),
-    (128, 59): Plan(64, 2, 2),
-    (192, 75): Plan(32, 2, 2),
+    (64, 27): Plan(64, 2, 6, 3, whole=True),
+    (128, 59): Plan(64, 2, 2, 2),
+    (192, 75): Plan(32, 2, 2, 2),
 }
 
 
@@ -117,21 +118,32 @@ def mu2(
 
 
 def mu2_back(
-    grad: Tensor, n: Tensor, d: Tensor, stats: Tensor, h: Tensor, P: Tensor, Q: Tensor, ready: "Prepared", s: "Sizes",
-    plan: Plan,
-) -> None:  # fmt: skip
-    """What `block_backward.mu2_back` does."""
+    grad: Tensor, x: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, h: Tensor, P: Tensor, Q: Tensor,
+    ready: "Prepared", s: "Sizes", plan: Plan, forms: int, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What `block_backward.mu2_back` does. If the plan goes on, also what the products after it and
+    `block_backward.norm_back` do: the gradient of x, and parts of the sums for those of the norm's weight and bias and
+    of the layer's last bias."""
     from multilinear.kernels import hopper_back
 
-    j, rows = plan.chunk, len(n)
+    j, rows, tokens = plan.chunk, len(n), x.shape[-3] * x.shape[-2]
     whole, tail = pieces(s.low2, j)
+    narrow = tail or 16
     groups = triton.cdiv(rows, 64 * plan.groups)
+    programs = min(groups, _processors(n.device))
     registers, limit = plan.registers
-    hopper_back.mu2_back[(min(groups, _processors(n.device)),)](
+    out = torch.empty_like(x)
+    sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
+    hopper_back.mu2_back[(programs,)](
         _tiles(grad.view(rows, -1), 64, 64), _tiles(n, 64, 64), _tiles(n, 64, 16), _tiles(d, 64, j),
-        _tiles(d, 64, tail or 16), _tiles(ready.A2, j, 64), _tiles(ready.A2, j, 16), _tiles(ready.B2, j, j),
-        _tiles(ready.B2, j, tail or 16), _tiles(ready.B2, j, 16), _tiles(ready.C2, 64, j), _tiles(h, 64, j),
-        _tiles(P, 64, j), _tiles(Q, 64, j), _tiles(P, 64, 64), stats, P, Q, groups, rows,
+        _tiles(d, 64, narrow), _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(h, 64, j),
+        _tiles(P, 64, j), _tiles(Q, 64, j), _tiles(P, 64, 64), _tiles(ready.A2, j, 64), _tiles(ready.A2, j, 16),
+        _tiles(ready.B2, j, j), _tiles(ready.B2, j, narrow), _tiles(ready.B2, j, 16), _tiles(ready.C2, 64, j),
+        _tiles(ready.low_gram, j, j),
+        _tiles(ready.low_gram, j, narrow), _tiles(ready.D2, j, 64), _tiles(ready.gram, j, 64),
+        stats, P, Q, ready.vectors, keep, sums, groups, rows, tokens, eps,
         C=s.channels, R2=s.rank2, L2=s.low2, P2=whole, TAIL=tail, J=j, GROUPS=plan.groups, SLOTS=plan.slots,
-        SP=P.stride(0), SQ=Q.stride(0), REGISTERS=registers, num_warps=4, maxnreg=limit,
+        SLOTS_C=plan.slots_c, FORMS=forms, SP=P.stride(0), SQ=Q.stride(0), DROP=keep is not None,
+        WHOLE=plan.whole, REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
+    return out, sums

@@ -1,7 +1,9 @@
-"""The way back through the second Mu-Layer on Hopper: the same as `block_backward.mu2_back`.
+"""The way back through the second Mu-Layer and the norm ahead of it on Hopper.
 
-As on the way forward one warp copies weights and groups of four warps share them. Everything that is multiplied comes to shared memory
-as it is stored, and what is written leaves from there.
+It does what `block_backward.mu2_back`, two products with the weights and `block_backward.norm_back` do, from the
+gradient of the output to that of the input, and writes what the gradients of the weights are made of.
+As on the way forward one warp copies weights and groups of four warps share them. What is multiplied comes to shared
+memory as it is stored, and what is written leaves from there.
 """
 
 from triton.experimental import gluon
@@ -10,14 +12,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
 from multilinear.kernels.hopper_parts import (
     accumulator,
+    across,
     along,
+    items,
     piece_width,
     release,
     row_zeros,
@@ -26,88 +29,106 @@ from multilinear.kernels.hopper_parts import (
     store_columns,
     sum_rows,
     times,
+    times_columns,
     zeros,
 )
+from multilinear.kernels.hopper_stream import produce_back
 
 
 @gluon.jit
-def times_columns(left, right, out, FIRST: gl.constexpr):
-    """Start adding `left right` to `out`, or putting it there."""
-    return warpgroup_mma(left, right, out, use_acc=not FIRST, is_async=True)
+def fetch_tokens(descs, buffers, bar, row, which, C: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr):
+    """Start copying what a tile reads."""
+    grad_desc, n_desc, extra_desc, d_desc, tail_desc = descs[0], descs[1], descs[2], descs[3], descs[4]
+    tiles_g, tiles_n, tiles_e, tiles_d, tiles_t = buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]
+    P: gl.constexpr = C // 64
+    mbarrier.expect(bar, (2 * C + 16 + J * P2 + TAIL) * 128)
+    for k in gl.static_range(P):
+        tma.async_copy_global_to_shared(n_desc, [row, 64 * k], bar, tiles_n.index(which * P + k))
+        tma.async_copy_global_to_shared(grad_desc, [row, 64 * k], bar, tiles_g.index(which * P + k))
+    tma.async_copy_global_to_shared(extra_desc, [row, C], bar, tiles_e.index(which))
+    for q in gl.static_range(P2):
+        tma.async_copy_global_to_shared(d_desc, [row, J * q], bar, tiles_d.index(which * P2 + q))
+    if TAIL > 0:
+        tma.async_copy_global_to_shared(tail_desc, [row, J * P2], bar, tiles_t.index(which))
 
 
 @gluon.jit
-def shift_part(sums):
-    """The columns of the extras that meet a norm's shift."""
-    column = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
-    return sum_rows(gl.where((column == 2) | (column == 4), sums, 0.0))
+def piece(tiles, tails, place, q: gl.constexpr, P2: gl.constexpr):
+    """Piece q of the low rank."""
+    if q < P2:
+        return tiles.index(place * P2 + q)
+    else:
+        return tails.index(place)
 
 
 @gluon.jit
 def consume(
-    which: gl.constexpr, inputs, outputs, tokens_in, tokens_out, weights, bars, pointers, groups, rows,
+    which: gl.constexpr, descs, buffers, weights, bars, pointers, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, SP: gl.constexpr, SQ: gl.constexpr,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr, FORMS: gl.constexpr, SP: gl.constexpr,
+    SQ: gl.constexpr, DROP: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    grad_desc, n_desc, extra_desc, d_desc, tail_desc = inputs
-    h_desc, p_desc, q_desc, last_desc = outputs
-    tiles_g, tiles_n, tiles_x, tiles_d, tiles_t = tokens_in
-    tiles_h, tiles_p, tiles_q = tokens_out
+    x_desc, out_desc, h_desc, p_desc, q_desc, last_desc = descs[5], descs[6], descs[7], descs[8], descs[9], descs[10]
+    tiles_g, tiles_n, tiles_e, tiles_d, tiles_t, tiles_h, tiles_p, tiles_q, sums = buffers
     weights_a, weights_e, weights_b, weights_t, weights_f, weights_c = weights
-    full, empty, full_x = bars
-    stats_ptr, P_ptr, Q_ptr = pointers
+    full, empty, full_c, empty_c, full_x = bars
+    stats_ptr, P_ptr, Q_ptr, vectors_ptr, keep_ptr, sums_ptr = pointers
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
-    RESIDENT: gl.constexpr = R2 // J == SLOTS
-    kind: gl.constexpr = n_desc.dtype
+    RESIDENT: gl.constexpr = items(C, R2, J, PIECES, WHOLE) == SLOTS
+    kind: gl.constexpr = x_desc.dtype
     item = 0
+    item_c = 0
     turn = 0
     group = gl.program_id(0)
     bar = full_x.index(which)
-    extra = tiles_x.index(which)
-    h_tile = tiles_h.index(which)
-    p_tile = tiles_p.index(which)
-    q_tile = tiles_q.index(which)
+    h_tile, p_tile, q_tile = tiles_h.index(which), tiles_p.index(which), tiles_q.index(which)
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(64))
+    for k in gl.static_range(3 * P if WHOLE else 0):
+        sums.index(which * 3 * P + k).store(gl.full([64], 0.0, gl.float32, columns))
     while group < groups:
         row = (group * GROUPS + which) * 64
         tma.store_wait(0)
-        mbarrier.expect(bar, (2 * C + 16 + J * P2 + TAIL) * 128)
-        for k in gl.static_range(P):
-            tma.async_copy_global_to_shared(n_desc, [row, 64 * k], bar, tiles_n.index(which * P + k))
-            tma.async_copy_global_to_shared(grad_desc, [row, 64 * k], bar, tiles_g.index(which * P + k))
-        tma.async_copy_global_to_shared(extra_desc, [row, C], bar, extra)
-        for q in gl.static_range(P2):
-            tma.async_copy_global_to_shared(d_desc, [row, J * q], bar, tiles_d.index(which * P2 + q))
-        if TAIL > 0:
-            tma.async_copy_global_to_shared(tail_desc, [row, J * P2], bar, tiles_t.index(which))
+        fetch_tokens(descs, buffers, bar, row, which, C, P2, TAIL, J)
         index = row + gl.arange(0, 64, layout=rows_layout())
         live = index < rows
         scale_a = gl.load(stats_ptr + index * 3, mask=live, other=0.0)
         scale_b = gl.load(stats_ptr + index * 3 + 1, mask=live, other=0.0)
         scale = gl.load(stats_ptr + index * 3 + 2, mask=live, other=0.0)
-        mbarrier.wait(bar, turn & 1)
+        mbarrier.wait(bar, 0 if WHOLE else turn & 1)
         total = row_zeros()
-        shift_a = warpgroup_mma_init(zeros(16))
-        shift_b = warpgroup_mma_init(zeros(16))
+        shift = warpgroup_mma_init(zeros(16))
+        if WHOLE:
+            dns = ()
+            for k in gl.static_range(P):
+                dns = dns + (warpgroup_mma_init(zeros(64)),)
+            dds = ()
+            for q in gl.static_range(PIECES):
+                dds = dds + (warpgroup_mma_init(zeros(piece_width(q, P2, J, TAIL))),)
+        else:  # of these only what meets the extras
+            dns = ()
+            dds = (warpgroup_mma_init(zeros(16)),)
         for i in range(R2 // J):
             slot, phase = slot_of(item, SLOTS, RESIDENT)
+            slot_c, phase_c = slot_of(item_c, SLOTS_C, RESIDENT)
             mbarrier.wait(full.index(slot), phase)
             first = zeros(J)
-            grad = zeros(J)
             for k in gl.static_range(P):
                 first = times(tiles_n.index(which * P + k), weights_a.index(slot * P + k), first, k == 0)
-                grad = times_columns(tiles_g.index(which * P + k), weights_c.index(slot * P + k), grad, k == 0)
-            first = times(extra, weights_e.index(slot), first, False)
+            first = times(tiles_e.index(which), weights_e.index(slot), first, False)
             second = zeros(J)
             for q in gl.static_range(PIECES):
-                if q < P2:
-                    second = times(tiles_d.index(which * P2 + q), weights_b.index(slot * P2 + q), second, q == 0)
-                else:
-                    second = times(tiles_t.index(which), weights_t.index(slot), second, q == 0)
-            first, second, grad, shift_a, shift_b = warpgroup_mma_wait(0, deps=[first, second, grad, shift_a, shift_b])
-            if not RESIDENT:  # products with the extras of the chunk before are over now
-                if i > 0:
-                    release(empty, (item - 1) % SLOTS, RESIDENT)
+                left = piece(tiles_d, tiles_t, which, q, P2)
+                second = times(left, piece(weights_b, weights_t, slot, q, P2), second, q == 0)
+            mbarrier.wait(full_c.index(slot_c), phase_c)
+            grad = zeros(J)
+            for k in gl.static_range(P):
+                grad = times_columns(tiles_g.index(which * P + k), weights_c.index(slot_c * P + k), grad, k == 0)
+            done = warpgroup_mma_wait(0, deps=(first, second, grad, shift) + dns + dds)
+            first, second, grad, shift = done[0], done[1], done[2], done[3]
+            release(empty_c, slot_c, RESIDENT)
+            if i > 0:  # the products that went on from the chunk before are over now
+                release(empty, (item + SLOTS - 1) % SLOTS, RESIDENT)
             grad = grad * along(scale, J)
             h = first * second
             total += sum_rows(grad * h)
@@ -119,131 +140,243 @@ def consume(
             tma.async_copy_shared_to_global(h_desc, [row, J * i], h_tile)
             tma.async_copy_shared_to_global(p_desc, [row, J * i], p_tile)
             tma.async_copy_shared_to_global(q_desc, [row, J * i], q_tile)
-            shift_a = times_columns(p_tile, weights_e.index(slot), shift_a, False)
-            shift_b = times_columns(q_tile, weights_f.index(slot), shift_b, False)
+            shift = times_columns(p_tile, weights_e.index(slot), shift, False)
+            if WHOLE:
+                dns = ()
+                for k in gl.static_range(P):
+                    dns = dns + (times_columns(p_tile, weights_a.index(slot * P + k), done[4 + k], False),)
+                dds = ()
+                for q in gl.static_range(PIECES):
+                    right = piece(weights_b, weights_t, slot, q, P2)
+                    dds = dds + (times_columns(q_tile, right, done[4 + P + q], False),)
+            else:
+                dds = (times_columns(q_tile, weights_f.index(slot), done[4], False),)
             item += 1
-        shift_a, shift_b = warpgroup_mma_wait(0, deps=[shift_a, shift_b])
-        release(empty, (item - 1) % SLOTS, RESIDENT)
+            item_c += 1
+        done = warpgroup_mma_wait(0, deps=(shift,) + dns + dds)
+        release(empty, (item + SLOTS - 1) % SLOTS, RESIDENT)
         # of the gradient along a branch only the part along its normed values counts, not that along the norm's shift
-        k_a = (shift_part(shift_a) - scale_a * total) * scale_a / R2
-        k_b = (shift_part(shift_b) - scale_b * total) * scale_b / R2
+        k_a = (shift_part(done[0], 0, 16) - scale_a * total) * scale_a / R2
+        k_b = row_zeros() - scale_b * total
+        if WHOLE:
+            for q in gl.static_range(PIECES):
+                k_b += shift_part(done[1 + P + q], L2 - J * q, piece_width(q, P2, J, TAIL))
+        else:
+            k_b += shift_part(done[1], 0, 16)
+        k_b = k_b * scale_b / R2
         for k in gl.static_range(P):
             tile = tiles_n.index(which * P + k)
             tile.store((tile.load(accumulator(64)).to(gl.float32) * k_a[:, None]).to(kind))
+        for q in gl.static_range(PIECES):
+            tile = piece(tiles_d, tiles_t, which, q, P2)
+            d = tile.load(accumulator(piece_width(q, P2, J, TAIL))).to(gl.float32)
+            d = (d * along(k_b, piece_width(q, P2, J, TAIL))).to(kind)
+            tile.store(d)
+            store_columns(Q_ptr, row, rows, R2 + J * q, d, piece_width(q, P2, J, TAIL), SQ, R2 + L2)
         fence_async_shared()
         for k in gl.static_range(P):
             tma.async_copy_shared_to_global(last_desc, [row, R2 + 64 * k], tiles_n.index(which * P + k))
-        only = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :] == 0
-        store_columns(P_ptr, row, rows, R2 + C, gl.where(only, along(k_a, 16), 0.0).to(kind), 16, SP, R2 + C + 8)
-        for q in gl.static_range(PIECES):
-            if q < P2:
-                tile = tiles_d.index(which * P2 + q)
-            else:
-                tile = tiles_t.index(which)
-            d = tile.load(accumulator(piece_width(q, P2, J, TAIL))).to(gl.float32)
-            d = (d * along(k_b, piece_width(q, P2, J, TAIL))).to(kind)
-            store_columns(Q_ptr, row, rows, R2 + J * q, d, piece_width(q, P2, J, TAIL), SQ, R2 + L2)
-        store_columns(Q_ptr, row, rows, R2 + L2, gl.where(only, along(k_b, 16), 0.0).to(kind), 16, SQ, R2 + L2 + 8)
+        j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
+        store_columns(P_ptr, row, rows, R2 + C, gl.where(j == 0, along(k_a, 16), 0.0).to(kind), 16, SP, R2 + C + 8)
+        store_columns(Q_ptr, row, rows, R2 + L2, gl.where(j == 0, along(k_b, 16), 0.0).to(kind), 16, SQ, R2 + L2 + 8)
+        if WHOLE:
+            item = go_on(
+                which, descs, buffers, weights, bars, pointers, done, k_a, k_b, row, rows, tokens, item, eps,
+                C, R2, L2, P2, TAIL, J, SLOTS, FORMS, SP, DROP, RESIDENT,
+            )  # fmt: skip
         turn += 1
         group += gl.num_programs(0)
+    for k in gl.static_range(3 * P if WHOLE else 0):
+        place = (gl.program_id(0) * GROUPS + which) * 3 * C + 64 * k + gl.arange(0, 64, layout=columns)
+        gl.store(sums_ptr + place, sums.index(which * 3 * P + k).load(columns))
     tma.store_wait(0)
 
 
 @gluon.jit
-def produce(
-    descs, weights, bars, groups,
+def go_on(
+    which: gl.constexpr, descs, buffers, weights, bars, pointers, done, k_a, k_b, row, rows, tokens, item, eps,
     C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
-    SLOTS: gl.constexpr,
+    SLOTS: gl.constexpr, FORMS: gl.constexpr, SP: gl.constexpr, DROP: gl.constexpr, RESIDENT: gl.constexpr,
 ):  # fmt: skip
-    """Copy weights chunk by chunk."""
-    a_desc, e_desc, b_desc, t_desc, f_desc, c_desc = descs
-    weights_a, weights_e, weights_b, weights_t, weights_f, weights_c = weights
-    full, empty, _ = bars
+    """From what the branches' gradients have left in `done` to the gradient of x."""
+    x_desc, out_desc = descs[5], descs[6]
+    tiles_g, tiles_n, tiles_d, tiles_t, sums = buffers[0], buffers[1], buffers[3], buffers[4], buffers[8]
+    weights_a, weights_b, weights_t = weights[0], weights[2], weights[3]
+    full, empty = bars[0], bars[1]
+    bar = bars[4].index(which)
+    P_ptr, vectors_ptr, keep_ptr = pointers[1], pointers[3], pointers[4]
     P: gl.constexpr = C // 64
-    RESIDENT: gl.constexpr = R2 // J == SLOTS
-    item = 0
-    group = gl.program_id(0)
-    if RESIDENT:
-        groups = group + 1
-    while group < groups:
-        for i in range(R2 // J):
-            slot, phase = slot_of(item, SLOTS, RESIDENT)
-            bar = full.index(slot)
-            if not RESIDENT:
-                mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(bar, (2 * C + 32 + J * P2 + TAIL) * J * 2)
-            for k in gl.static_range(P):
-                tma.async_copy_global_to_shared(a_desc, [J * i, 64 * k], bar, weights_a.index(slot * P + k))
-                tma.async_copy_global_to_shared(c_desc, [64 * k, J * i], bar, weights_c.index(slot * P + k))
-            tma.async_copy_global_to_shared(e_desc, [J * i, C], bar, weights_e.index(slot))
-            tma.async_copy_global_to_shared(f_desc, [J * i, L2], bar, weights_f.index(slot))
-            for q in gl.static_range(P2):
-                tma.async_copy_global_to_shared(b_desc, [J * i, J * q], bar, weights_b.index(slot * P2 + q))
-            if TAIL > 0:
-                tma.async_copy_global_to_shared(t_desc, [J * i, J * P2], bar, weights_t.index(slot))
-            item += 1
-        group += gl.num_programs(0)
+    PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
+    kind: gl.constexpr = x_desc.dtype
+    linear_ptr = vectors_ptr + FORMS
+    low_linear_ptr = linear_ptr + C + L2
+    index = row + gl.arange(0, 64, layout=rows_layout())
+    # d's gradient: what the norm takes from it, through the form that gave the variance
+    dds = ()
+    for q in gl.static_range(PIECES):
+        dds = dds + (done[1 + P + q],)
+    for p in gl.static_range(PIECES):
+        slot, phase = slot_of(item, SLOTS, RESIDENT)
+        mbarrier.wait(full.index(slot), phase)
+        left = piece(tiles_d, tiles_t, which, p, P2)
+        new = ()
+        for q in gl.static_range(PIECES):
+            right = piece(weights_b, weights_t, slot, q, P2).slice(0, piece_width(p, P2, J, TAIL), 0)
+            new = new + (times_columns(left, right, dds[q], False),)
+        dds = warpgroup_mma_wait(0, deps=new + (zeros(16),))
+        release(empty, slot, RESIDENT)
+        item += 1
+    for q in gl.static_range(PIECES):
+        linear = across(low_linear_ptr, J * q, piece_width(q, P2, J, TAIL), L2) * 0.5
+        d = (dds[q] + along(k_b, piece_width(q, P2, J, TAIL)) * linear).to(kind)
+        store_columns(P_ptr, row, rows, R2 + C + 8 + J * q, d, piece_width(q, P2, J, TAIL), SP, R2 + C + 8 + L2)
+        piece(tiles_d, tiles_t, which, q, P2).store(d)
+    fence_async_shared()
+    # n's gradient in the same way, and from d
+    dns = ()
+    for k in gl.static_range(P):
+        dns = dns + (done[1 + k],)
+    for p in gl.static_range(PIECES):
+        slot, phase = slot_of(item, SLOTS, RESIDENT)
+        mbarrier.wait(full.index(slot), phase)
+        left = piece(tiles_d, tiles_t, which, p, P2)
+        new = ()
+        for k in gl.static_range(P):
+            right = weights_a.index(slot * P + k).slice(0, piece_width(p, P2, J, TAIL), 0)
+            new = new + (times_columns(left, right, dns[k], False),)
+        dns = warpgroup_mma_wait(0, deps=new + (zeros(16),))
+        release(empty, slot, RESIDENT)
+        item += 1
+    for c in gl.static_range(C // J):
+        slot, phase = slot_of(item, SLOTS, RESIDENT)
+        mbarrier.wait(full.index(slot), phase)
+        left = tiles_n.index(which * P + c * J // 64).slice(c * J % 64, J, 1)
+        new = ()
+        for k in gl.static_range(P):
+            new = new + (times_columns(left, weights_a.index(slot * P + k), dns[k], False),)
+        dns = warpgroup_mma_wait(0, deps=new + (zeros(16),))
+        release(empty, slot, RESIDENT)
+        item += 1
+    # through the norm, with x in place of n
+    tma.store_wait(0)
+    gl.thread_barrier()
+    mbarrier.expect(bar, C * 128)
+    for k in gl.static_range(P):
+        tma.async_copy_global_to_shared(x_desc, [row, 64 * k], bar, tiles_n.index(which * P + k))
+    keep = row_zeros() + 1.0
+    if DROP:
+        keep = gl.load(keep_ptr + index // tokens, mask=index < rows, other=0.0)
+    mbarrier.wait(bar, 1)
+    fulls = ()
+    for k in gl.static_range(P):
+        dn = dns[k] + k_a[:, None] * (across(linear_ptr, 64 * k, 64, C) * 0.5)
+        fulls = fulls + (dn,)
+    norm_back(tiles_n, tiles_g, sums, which, fulls, keep, vectors_ptr, eps, C, kind)
+    fence_async_shared()
+    for k in gl.static_range(P):
+        tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tiles_n.index(which * P + k))
+    return item
+
+
+@gluon.jit
+def shift_part(products, first: gl.constexpr, WIDTH: gl.constexpr):
+    """What of products with the extras, whose columns start at `first`, met a norm's shift."""
+    column = (gl.arange(0, WIDTH, layout=gl.SliceLayout(0, accumulator(WIDTH))) - first)[None, :]
+    return sum_rows(gl.where((column == 2) | (column == 4), products, 0.0))
+
+
+@gluon.jit
+def norm_back(
+    tiles_x, tiles_g, sums, which, dns, keep, vectors_ptr, eps, C: gl.constexpr, kind: gl.constexpr
+):  # fmt: skip
+    """Put the gradient of x in its place; add to the sums over rows that give those of the norm's weight and bias and
+    of the layer's last bias."""
+    P: gl.constexpr = C // 64
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(64))
+    total = row_zeros()
+    for k in gl.static_range(P):
+        total += gl.sum(tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32), 1)
+    mean = total / C
+    total = row_zeros()
+    for k in gl.static_range(P):
+        x = tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
+        total += gl.sum(x * x, 1)
+    scale = gl.rsqrt(total / C + eps)
+    level = row_zeros()
+    follow = row_zeros()
+    for k in gl.static_range(P):
+        x = (tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32) - mean[:, None]) * scale[:, None]
+        dn = dns[k] * across(vectors_ptr, 64 * k, 64, C)
+        level += gl.sum(dn, 1)
+        follow += gl.sum(dn * x, 1)
+        place = which * 3 * P + k
+        sums.index(place).store(sums.index(place).load(columns) + gl.sum(dns[k] * x, 0))
+        sums.index(place + P).store(sums.index(place + P).load(columns) + gl.sum(dns[k], 0))
+        grad = tiles_g.index(which * P + k).load(accumulator(64)).to(gl.float32) * keep[:, None]
+        sums.index(place + 2 * P).store(sums.index(place + 2 * P).load(columns) + gl.sum(grad, 0))
+    level = (level / C)[:, None]
+    follow = (follow / C)[:, None]
+    for k in gl.static_range(P):
+        x = (tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32) - mean[:, None]) * scale[:, None]
+        dn = dns[k] * across(vectors_ptr, 64 * k, 64, C) - level - x * follow
+        grad = tiles_g.index(which * P + k).load(accumulator(64)).to(gl.float32)
+        tiles_x.index(which * P + k).store((grad + dn * scale[:, None]).to(kind))
 
 
 @gluon.jit
 def mu2_back(
-    grad_desc, n_desc, extra_desc, d_desc, tail_desc, a_desc, e_desc, b_desc, t_desc, f_desc, c_desc,
-    h_desc, p_desc, q_desc, last_desc, stats_ptr, P_ptr, Q_ptr, groups, rows,
+    grad_desc, n_desc, extra_desc, d_desc, tail_desc, x_desc, out_desc, h_desc, p_desc, q_desc, last_desc,
+    a_desc, e_desc, b_desc, t_desc, f_desc, c_desc, low_desc, low_tail_desc, down_desc, gram_desc,
+    stats_ptr, P_ptr, Q_ptr, vectors_ptr, keep_ptr, sums_ptr, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
-    GROUPS: gl.constexpr, SLOTS: gl.constexpr, SP: gl.constexpr, SQ: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr, FORMS: gl.constexpr, SP: gl.constexpr,
+    SQ: gl.constexpr, DROP: gl.constexpr, WHOLE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Both branches again, the product h, and the gradients P and Q of the branches ahead of their scales; next to P
-    and Q what the norms take from them, as multiples k of n and d."""
+    """The gradient of x; h, P and Q as `block_backward.mu2_back` and the product after it leave them; and sums."""
     P: gl.constexpr = C // 64
-    WHOLE: gl.constexpr = P2 if P2 > 0 else 1
     REST: gl.constexpr = TAIL if TAIL > 0 else 16
-    kind: gl.constexpr = n_desc.dtype
+    kind: gl.constexpr = x_desc.dtype
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles_g = gl.allocate_shared_memory(kind, [GROUPS * P, 64, 64], grad_desc.layout)
     tiles_n = gl.allocate_shared_memory(kind, [GROUPS * P, 64, 64], n_desc.layout)
-    tiles_x = gl.allocate_shared_memory(kind, [GROUPS, 64, 16], extra_desc.layout)
+    tiles_e = gl.allocate_shared_memory(kind, [GROUPS, 64, 16], extra_desc.layout)
     tiles_d = gl.allocate_shared_memory(kind, [GROUPS * P2 if P2 > 0 else 1, 64, J], d_desc.layout)
     tiles_t = gl.allocate_shared_memory(kind, [GROUPS if TAIL > 0 else 1, 64, REST], tail_desc.layout)
     tiles_h = gl.allocate_shared_memory(kind, [GROUPS, 64, J], h_desc.layout)
     tiles_p = gl.allocate_shared_memory(kind, [GROUPS, 64, J], p_desc.layout)
     tiles_q = gl.allocate_shared_memory(kind, [GROUPS, 64, J], q_desc.layout)
+    sums = gl.allocate_shared_memory(gl.float32, [GROUPS * 3 * P, 64], one)
     weights_a = gl.allocate_shared_memory(kind, [SLOTS * P, J, 64], a_desc.layout)
     weights_e = gl.allocate_shared_memory(kind, [SLOTS, J, 16], e_desc.layout)
     weights_b = gl.allocate_shared_memory(kind, [SLOTS * P2 if P2 > 0 else 1, J, J], b_desc.layout)
     weights_t = gl.allocate_shared_memory(kind, [SLOTS if TAIL > 0 else 1, J, REST], t_desc.layout)
-    weights_f = gl.allocate_shared_memory(kind, [SLOTS, J, 16], f_desc.layout)
-    weights_c = gl.allocate_shared_memory(kind, [SLOTS * P, 64, J], c_desc.layout)
+    weights_f = gl.allocate_shared_memory(kind, [1 if WHOLE else SLOTS, J, 16], f_desc.layout)
+    weights_c = gl.allocate_shared_memory(kind, [SLOTS_C * P, 64, J], c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    full_c = gl.allocate_shared_memory(gl.int64, [SLOTS_C, 1], mbarrier.MBarrierLayout())
+    empty_c = gl.allocate_shared_memory(gl.int64, [SLOTS_C, 1], mbarrier.MBarrierLayout())
     full_x = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=GROUPS)
+    for i in gl.static_range(SLOTS_C):
+        mbarrier.init(full_c.index(i), count=1)
+        mbarrier.init(empty_c.index(i), count=GROUPS)
     for i in gl.static_range(GROUPS):
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()
-    inputs = (grad_desc, n_desc, extra_desc, d_desc, tail_desc)
-    outputs = (h_desc, p_desc, q_desc, last_desc)
-    descs = (a_desc, e_desc, b_desc, t_desc, f_desc, c_desc)
-    tokens_in = (tiles_g, tiles_n, tiles_x, tiles_d, tiles_t)
-    tokens_out = (tiles_h, tiles_p, tiles_q)
+    descs = (grad_desc, n_desc, extra_desc, d_desc, tail_desc, x_desc, out_desc, h_desc, p_desc, q_desc, last_desc)
+    sources = (a_desc, e_desc, b_desc, t_desc, f_desc, c_desc, low_desc, low_tail_desc, down_desc, gram_desc)
+    buffers = (tiles_g, tiles_n, tiles_e, tiles_d, tiles_t, tiles_h, tiles_p, tiles_q, sums)
     weights = (weights_a, weights_e, weights_b, weights_t, weights_f, weights_c)
-    bars = (full, empty, full_x)
-    pointers = (stats_ptr, P_ptr, Q_ptr)
-    if GROUPS == 2:
-        gl.warp_specialize([
-            (consume, (0, inputs, outputs, tokens_in, tokens_out, weights, bars, pointers, groups, rows,
-                       C, R2, L2, P2, TAIL, J, GROUPS, SLOTS, SP, SQ)),
-            (consume, (1, inputs, outputs, tokens_in, tokens_out, weights, bars, pointers, groups, rows,
-                       C, R2, L2, P2, TAIL, J, GROUPS, SLOTS, SP, SQ)),
-            (produce, (descs, weights, bars, groups, C, R2, L2, P2, TAIL, J, SLOTS)),
-        ], [4, 1], [REGISTERS, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, inputs, outputs, tokens_in, tokens_out, weights, bars, pointers, groups, rows,
-                       C, R2, L2, P2, TAIL, J, GROUPS, SLOTS, SP, SQ)),
-            (consume, (1, inputs, outputs, tokens_in, tokens_out, weights, bars, pointers, groups, rows,
-                       C, R2, L2, P2, TAIL, J, GROUPS, SLOTS, SP, SQ)),
-            (consume, (2, inputs, outputs, tokens_in, tokens_out, weights, bars, pointers, groups, rows,
-                       C, R2, L2, P2, TAIL, J, GROUPS, SLOTS, SP, SQ)),
-            (produce, (descs, weights, bars, groups, C, R2, L2, P2, TAIL, J, SLOTS)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip
+    bars = (full, empty, full_c, empty_c, full_x)
+    pointers = (stats_ptr, P_ptr, Q_ptr, vectors_ptr, keep_ptr, sums_ptr)
+    gl.static_assert(GROUPS == 2)
+    gl.warp_specialize([
+        (consume, (0, descs, buffers, weights, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
+                   GROUPS, SLOTS, SLOTS_C, FORMS, SP, SQ, DROP, WHOLE)),
+        (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
+                   GROUPS, SLOTS, SLOTS_C, FORMS, SP, SQ, DROP, WHOLE)),
+        (produce_back, (sources, weights, bars, groups, C, R2, L2, P2, TAIL, J, SLOTS, SLOTS_C, WHOLE)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -12,6 +12,7 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
     extras,
+    items,
     operand,
     piece_width,
     release,
@@ -98,7 +99,7 @@ def consume(
     keep_ptr, n_ptr, d_ptr, stats_ptr, vectors_ptr = pointers
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
-    RESIDENT: gl.constexpr = (C + R2) // J + 2 * PIECES == SLOTS
+    RESIDENT: gl.constexpr = items(C, R2, J, PIECES, True) == SLOTS
     kind: gl.constexpr = x_desc.dtype
     linear_ptr = vectors_ptr + FORMS
     e_ptr, low_linear_ptr, constants_ptr = linear_ptr + C, linear_ptr + C + L2, linear_ptr + C + 2 * L2

@@ -31,6 +31,12 @@ def piece_width(piece, whole, chunk, tail):
     return chunk if piece < whole else tail
 
 
+@gluon.constexpr_function
+def items(channels, rank, chunk, pieces, forms):
+    """How many items of weights a tile reads: chunks of the hidden width and, if asked, those of both forms."""
+    return rank // chunk + (channels // chunk + 2 * pieces if forms else 0)
+
+
 @gluon.jit
 def zeros(WIDTH: gl.constexpr):
     return gl.full([64, WIDTH], 0.0, gl.float32, accumulator(WIDTH))
@@ -94,6 +100,12 @@ def release(bars, slot, RESIDENT: gl.constexpr):
 def times(left, right, out, FIRST: gl.constexpr):
     """Start adding `left right'` to `out`, or putting it there."""
     return warpgroup_mma(left, right.permute((1, 0)), out, use_acc=not FIRST, is_async=True)
+
+
+@gluon.jit
+def times_columns(left, right, out, FIRST: gl.constexpr):
+    """Start adding `left right` to `out`, or putting it there."""
+    return warpgroup_mma(left, right, out, use_acc=not FIRST, is_async=True)
 
 
 @gluon.jit

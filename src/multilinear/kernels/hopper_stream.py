@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from multilinear.kernels.hopper_parts import slot_of
+from multilinear.kernels.hopper_parts import items, slot_of
 
 
 @gluon.jit
@@ -19,7 +19,7 @@ def produce(
     full, empty, full_c, empty_c, _ = bars
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
-    RESIDENT: gl.constexpr = (C + R2) // J + 2 * PIECES == SLOTS
+    RESIDENT: gl.constexpr = items(C, R2, J, PIECES, True) == SLOTS
     item = 0
     item_c = 0
     group = gl.program_id(0)
@@ -31,28 +31,12 @@ def produce(
         for p in range(PIECES):
             item = put(d_desc, J * p, full, empty, tiles_a, item, P, J, SLOTS, RESIDENT)
         for p in range(PIECES):
-            slot, phase = slot_of(item, SLOTS, RESIDENT)
-            claim(empty, slot, phase, RESIDENT)
-            mbarrier.expect(full.index(slot), (J * P2 + TAIL) * J * 2)
-            put_low(h_desc, i_desc, J * p, full.index(slot), tiles_b, tiles_t, slot, P2, TAIL, J)
-            item += 1
+            item = put_form(h_desc, i_desc, J * p, full, empty, tiles_b, tiles_t, item, P2, TAIL, J, SLOTS, RESIDENT)
         for i in range(R2 // J):
-            slot, phase = slot_of(item, SLOTS, RESIDENT)
-            bar = full.index(slot)
-            claim(empty, slot, phase, RESIDENT)
-            mbarrier.expect(bar, (C + 16 + J * P2 + TAIL) * J * 2)
-            for k in gl.static_range(P):
-                tma.async_copy_global_to_shared(a_desc, [J * i, 64 * k], bar, tiles_a.index(slot * P + k))
-            tma.async_copy_global_to_shared(e_desc, [J * i, C], bar, tiles_e.index(slot))
-            put_low(b_desc, t_desc, J * i, bar, tiles_b, tiles_t, slot, P2, TAIL, J)
-            item += 1
-            slot, phase = slot_of(item_c, SLOTS_C, RESIDENT)
-            bar = full_c.index(slot)
-            claim(empty_c, slot, phase, RESIDENT)
-            mbarrier.expect(bar, C * J * 2)
-            for k in gl.static_range(P):
-                tma.async_copy_global_to_shared(c_desc, [64 * k, J * i], bar, tiles_c.index(slot * P + k))
-            item_c += 1
+            item, item_c = put_chunk(
+                a_desc, e_desc, b_desc, t_desc, e_desc, c_desc, (tiles_a, tiles_e, tiles_b, tiles_t, tiles_e, tiles_c),
+                full, empty, full_c, empty_c, i, item, item_c, C, P2, TAIL, J, SLOTS, SLOTS_C, RESIDENT, -1,
+            )  # fmt: skip
         group += gl.num_programs(0)
 
 
@@ -82,3 +66,77 @@ def put_low(
         tma.async_copy_global_to_shared(desc, [row, J * q], bar, tiles.index(slot * P2 + q))
     if TAIL > 0:
         tma.async_copy_global_to_shared(tail_desc, [row, J * P2], bar, tails.index(slot))
+
+
+@gluon.jit
+def produce_back(
+    descs, weights, bars, groups,
+    C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
+    SLOTS: gl.constexpr, SLOTS_C: gl.constexpr, WHOLE: gl.constexpr,
+):  # fmt: skip
+    """The same for the way back: chunk by chunk, then both forms' or, of each chunk, B's extras by themselves."""
+    a_desc, e_desc, b_desc, t_desc, f_desc, c_desc, low_desc, low_tail_desc, down_desc, gram_desc = descs
+    weights_a, weights_e, weights_b, weights_t, weights_f, weights_c = weights
+    full, empty, full_c, empty_c, _ = bars
+    P: gl.constexpr = C // 64
+    PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
+    RESIDENT: gl.constexpr = items(C, R2, J, PIECES, WHOLE) == SLOTS
+    item = 0
+    item_c = 0
+    group = gl.program_id(0)
+    if RESIDENT:
+        groups = group + 1
+    while group < groups:
+        for i in range(R2 // J):
+            item, item_c = put_chunk(
+                a_desc, e_desc, b_desc, t_desc, f_desc, c_desc, weights, full, empty, full_c, empty_c, i, item, item_c,
+                C, P2, TAIL, J, SLOTS, SLOTS_C, RESIDENT, -1 if WHOLE else L2,
+            )  # fmt: skip
+        for p in range(PIECES if WHOLE else 0):
+            item = put_form(low_desc, low_tail_desc, J * p, full, empty, weights_b, weights_t, item, P2, TAIL, J, SLOTS,
+                            RESIDENT)  # fmt: skip
+        for p in range(PIECES if WHOLE else 0):
+            item = put(down_desc, J * p, full, empty, weights_a, item, P, J, SLOTS, RESIDENT)
+        for c in range(C // J if WHOLE else 0):
+            item = put(gram_desc, J * c, full, empty, weights_a, item, P, J, SLOTS, RESIDENT)
+        group += gl.num_programs(0)
+
+
+@gluon.jit
+def put_chunk(
+    a_desc, e_desc, b_desc, t_desc, f_desc, c_desc, weights, full, empty, full_c, empty_c, i, item, item_c,
+    C: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr, SLOTS: gl.constexpr,
+    SLOTS_C: gl.constexpr, RESIDENT: gl.constexpr, EXTRAS: gl.constexpr,
+):  # fmt: skip
+    """Chunk i of A with its extras, of B and of C; and B's extras by themselves, if it is said where they are."""
+    tiles_a, tiles_e, tiles_b, tiles_t, tiles_f, tiles_c = weights
+    P: gl.constexpr = C // 64
+    slot, phase = slot_of(item, SLOTS, RESIDENT)
+    bar = full.index(slot)
+    claim(empty, slot, phase, RESIDENT)
+    mbarrier.expect(bar, (C + 16 + J * P2 + TAIL + (0 if EXTRAS < 0 else 16)) * J * 2)
+    for k in gl.static_range(P):
+        tma.async_copy_global_to_shared(a_desc, [J * i, 64 * k], bar, tiles_a.index(slot * P + k))
+    tma.async_copy_global_to_shared(e_desc, [J * i, C], bar, tiles_e.index(slot))
+    if EXTRAS >= 0:
+        tma.async_copy_global_to_shared(f_desc, [J * i, EXTRAS], bar, tiles_f.index(slot))
+    put_low(b_desc, t_desc, J * i, bar, tiles_b, tiles_t, slot, P2, TAIL, J)
+    slot, phase = slot_of(item_c, SLOTS_C, RESIDENT)
+    bar = full_c.index(slot)
+    claim(empty_c, slot, phase, RESIDENT)
+    mbarrier.expect(bar, C * J * 2)
+    for k in gl.static_range(P):
+        tma.async_copy_global_to_shared(c_desc, [64 * k, J * i], bar, tiles_c.index(slot * P + k))
+    return item + 1, item_c + 1
+
+
+@gluon.jit
+def put_form(
+    desc, tail_desc, row, full, empty, tiles, tails, item, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
+    SLOTS: gl.constexpr, RESIDENT: gl.constexpr,
+):  # fmt: skip
+    slot, phase = slot_of(item, SLOTS, RESIDENT)
+    claim(empty, slot, phase, RESIDENT)
+    mbarrier.expect(full.index(slot), (J * P2 + TAIL) * J * 2)
+    put_low(desc, tail_desc, row, full.index(slot), tiles, tails, slot, P2, TAIL, J)
+    return item + 1
