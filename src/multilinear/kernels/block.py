@@ -221,13 +221,17 @@ def poly_block_now(
         x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
         T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    tile = tiles(s)["mu1"]
-    kernel = block_forward.mu1
-    kernel[(triton.cdiv(rows, tile.tokens),)](
-        x, u, mid, stats1, keep1, ready.B1, ready.C1, ready.vectors, rows, height, width, eps,
-        **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep1 is not None,
-        T=tile.tokens, J=chunk(s.rank1, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
+    first = hopper.plan_first(s, height, width, keep_border) if x.is_cuda else None
+    if first is not None:
+        hopper.mu1(x, u, mid, stats1, keep1, ready, s, first, offsets(s).mu1, eps, save)
+    else:
+        tile = tiles(s)["mu1"]
+        kernel = block_forward.mu1
+        kernel[(triton.cdiv(rows, tile.tokens),)](
+            x, u, mid, stats1, keep1, ready.B1, ready.C1, ready.vectors, rows, height, width, eps,
+            **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep1 is not None,
+            T=tile.tokens, J=chunk(s.rank1, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
     n, d = (x.new_empty((rows, wide + 16) if save else 0) for wide in (s.channels, s.low2))
     plan = hopper.plan_for(s, save) if x.is_cuda else None
     if plan is not None:

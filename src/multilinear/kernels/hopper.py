@@ -51,6 +51,27 @@ BACK = {
 }
 
 
+class First(NamedTuple):
+    """How a processor shares out the first Mu-Layer: groups of warps, tiles that each keeps, registers of a thread, and
+    programs at a time."""
+
+    groups: int
+    tiles: int
+    registers: int
+    programs: int = 1
+
+
+FIRST = {64: First(3, 2, 168), 128: First(2, 2, 240), 192: First(2, 1, 240)}
+
+
+@lru_cache
+def plan_first(s: "Sizes", height: int, width: int, keep_border: bool) -> First | None:
+    """The plan for the first Mu-Layer, or None if the kernel does not take it."""
+    known = triton.__version__.startswith(VERSIONS) and keep_border and min(height, width) > 2
+    fits = s.rank1 == s.channels and s.low1 % 8 == 0 and s.low1 <= 64
+    return FIRST.get(s.channels) if known and fits else None
+
+
 @lru_cache
 def plan_for(s: "Sizes", save: bool) -> Plan | None:
     """The plan for a block of these sizes, or None if the kernels do not take it; `save` for training."""
@@ -92,6 +113,25 @@ def _tiles(matrix: Tensor, height: int, width: int) -> Any:
 
     layout = language.NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=16, rank=2)
     return TensorDescriptor(matrix, [*matrix.shape], [*matrix.stride()], [height, width], layout)
+
+
+def mu1(
+    x: Tensor, u: Tensor, out: Tensor, stats: Tensor, keep: Tensor | None, ready: "Prepared", s: "Sizes",
+    plan: First, start: int, eps: float, save: bool,
+) -> None:  # fmt: skip
+    """What `block_forward.mu1` does."""
+    from multilinear.kernels import hopper_mu1
+
+    height, width = x.shape[-3:-1]
+    rows, low = len(u), max(16, triton.next_power_of_2(s.low1))
+    groups = triton.cdiv(rows, 64 * plan.groups)
+    hopper_mu1.mu1[(min(groups, plan.programs * _processors(x.device)),)](
+        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(ready.B1, 64, low),
+        _tiles(ready.C1, 64, 64), u, stats, keep, ready.vectors, groups, rows, height * width, height, width,
+        -(-(2**32) // height), -(-(2**32) // width), eps, C=s.channels, L1=s.low1, K1=low, STRIDE=u.stride(0),
+        MU1=start, GROUPS=plan.groups, TILES=plan.tiles, TRAIN=save, DROP=keep is not None, REGISTERS=plan.registers,
+        num_warps=4, maxnreg=plan.registers,
+    )  # fmt: skip
 
 
 def mu2(

@@ -1,0 +1,216 @@
+"""The first Mu-Layer from u on, on Hopper: the same as `block_forward.mu1` where tokens at the border stay.
+
+Each processor runs one program for good and keeps the weights. Groups of four warps take 64 tokens each; the shift is where
+a tile's copy of u comes from, and the next tile is on its way meanwhile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from multilinear.kernels.hopper_parts import accumulator, across, operand, row_zeros, rows_layout, times, zeros
+
+
+@gluon.constexpr_function
+def copied():
+    """How tokens are shared out for copies: eight channels a thread."""
+    return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+
+
+@gluon.jit
+def shifted(row, first, R: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr, grid, layout: gl.constexpr):
+    """Where columns `first` on of R shifted channels come from, for 64 tokens."""
+    height, width, magic_height, magic_width = grid
+    token = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    line = gl.umulhi(token, magic_width)  # a product by 2^32 / width instead of a division
+    x = token - line * width
+    y = line - gl.umulhi(line, magic_height) * height
+    up = gl.where(y > 0, -width, 0)[:, None]
+    down = gl.where(y < height - 1, width, 0)[:, None]
+    left = gl.where(x > 0, -1, 0)[:, None]
+    right = gl.where(x < width - 1, 1, 0)[:, None]
+    j = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    quarter = ((j * 4) // R)[None, :]
+    far = gl.where(quarter == 0, up, gl.where(quarter == 1, down, gl.where(quarter == 2, left, right)))
+    return (token[:, None] + far) * STRIDE + j[None, :]
+
+
+@gluon.jit
+def fetch(
+    x_desc, u_ptr, row, rows, grid, tiles_x, tiles_a, bar, place, C: gl.constexpr, STRIDE: gl.constexpr
+):  # fmt: skip
+    """Start copying a tile's x and the shifted first part of its u."""
+    mbarrier.expect(bar, C * 128)
+    for k in gl.static_range(C // 64):
+        tma.async_copy_global_to_shared(x_desc, [row, 64 * k], bar, tiles_x.index(place + k))
+    live = (row + gl.arange(0, 64, layout=gl.SliceLayout(1, copied())) < rows)[:, None]
+    for k in gl.static_range(C // 64):
+        where = u_ptr + shifted(row, 64 * k, C, 64, STRIDE, grid, copied())
+        where = gl.max_contiguous(gl.multiple_of(where, [1, 16]), [1, 8])  # eight channels always move together
+        async_copy.async_copy_global_to_shared(tiles_a.index(place + k), where, mask=live)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def load_low(u_ptr, row, rows, grid, C: gl.constexpr, L1: gl.constexpr, K1: gl.constexpr, STRIDE: gl.constexpr):
+    """The shifted rest of u, the low rank of the second branch, with zeros up to K1."""
+    layout: gl.constexpr = accumulator(K1)
+    where = u_ptr + C + shifted(row, 0, L1, K1, STRIDE, grid, layout)
+    where = gl.max_contiguous(gl.multiple_of(where, [1, 4]), [1, 2])
+    live = (row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) < rows)[:, None]
+    inside = (gl.arange(0, K1, layout=gl.SliceLayout(0, layout)) < L1)[None, :]
+    return gl.load(where, mask=live & inside, other=0.0)
+
+
+@gluon.jit
+def second(d, weights, bias_ptr, k, C: gl.constexpr):
+    """64 columns of the second branch ahead of its norm."""
+    q = warpgroup_mma(d, weights.index(k).permute((1, 0)), zeros(64), use_acc=False)
+    return q + across(bias_ptr, 64 * k, 64, C)
+
+
+@gluon.jit
+def consume(
+    which: gl.constexpr, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps,
+    C: gl.constexpr, L1: gl.constexpr, K1: gl.constexpr, STRIDE: gl.constexpr, MU1: gl.constexpr,
+    GROUPS: gl.constexpr, TILES: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
+):  # fmt: skip
+    tiles_x, tiles_a, weights_b, weights_c = buffers
+    full_w, full_x = bars
+    u_ptr, stats_ptr, keep_ptr, vectors_ptr = pointers
+    P: gl.constexpr = C // 64
+    kind: gl.constexpr = x_desc.dtype
+    b_ptr = vectors_ptr + MU1
+    bias_ptr = vectors_ptr + 2 * C
+    turn = 0
+    group = gl.program_id(0)
+    row = (group * GROUPS + which) * 64
+    fetch(x_desc, u_ptr, row, rows, grid, tiles_x, tiles_a, full_x.index(which * TILES), which * TILES * P, C, STRIDE)
+    low = load_low(u_ptr, row, rows, grid, C, L1, K1, STRIDE)
+    mbarrier.wait(full_w, 0)
+    while group < groups:
+        row = (group * GROUPS + which) * 64
+        ahead = row + gl.num_programs(0) * GROUPS * 64
+        mine = which * TILES + turn % TILES
+        place = mine * P
+        d = gl.convert_layout(low, operand())
+        low = load_low(u_ptr, ahead, rows, grid, C, L1, K1, STRIDE)
+        async_copy.wait_group(0)
+        mbarrier.wait(full_x.index(mine), (turn // TILES) & 1)
+        gl.thread_barrier()
+        if TILES == 2:
+            other = which * 2 + (turn + 1) % 2
+            tma.store_wait(0)
+            fetch(x_desc, u_ptr, ahead, rows, grid, tiles_x, tiles_a, full_x.index(other), other * P, C, STRIDE)
+        # the first branch's norm
+        total = row_zeros()
+        for k in range(P):
+            total += gl.sum(tiles_a.index(place + k).load(accumulator(64)).to(gl.float32), 1)
+        mean = total / C
+        total = row_zeros()
+        for k in range(P):
+            a = tiles_a.index(place + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
+            total += gl.sum(a * a, 1)
+        scale_a = gl.rsqrt(total / C + eps)
+        # the second's, whose mean is zero
+        total = row_zeros()
+        for k in range(P):
+            q = second(d, weights_b, b_ptr, k, C)
+            total += gl.sum(q * q, 1)
+        scale_b = gl.rsqrt(total / C + eps)
+        index = row + gl.arange(0, 64, layout=rows_layout())
+        live = index < rows
+        if TRAIN:
+            gl.store(stats_ptr + index * 3, mean, mask=live)
+            gl.store(stats_ptr + index * 3 + 1, scale_a, mask=live)
+            gl.store(stats_ptr + index * 3 + 2, scale_b, mask=live)
+        ys = ()
+        for k in gl.static_range(P):
+            ys = ys + (zeros(64),)
+        for i in range(P):
+            q = second(d, weights_b, b_ptr, i, C) * scale_b[:, None]
+            q = q * across(b_ptr + 3 * C, 64 * i, 64, C) + across(b_ptr + 4 * C, 64 * i, 64, C)
+            a = tiles_a.index(place + i).load(accumulator(64)).to(gl.float32)
+            a = (a - mean[:, None]) * scale_a[:, None]
+            a = a * across(b_ptr + C, 64 * i, 64, C) + across(b_ptr + 2 * C, 64 * i, 64, C)
+            h = gl.convert_layout((a * q).to(kind), operand())
+            new = ()
+            for k in gl.static_range(P):
+                new = new + (times(h, weights_c.index(i * P + k), ys[k], False),)
+            done = warpgroup_mma_wait(0, deps=new + (h,))
+            ys = ()
+            for k in gl.static_range(P):
+                ys = ys + (done[k],)
+        keep = row_zeros() + 1.0
+        if DROP:
+            keep = gl.load(keep_ptr + index // tokens, mask=live, other=0.0)
+        for k in gl.static_range(P):
+            tile = tiles_x.index(place + k)
+            y = (ys[k] + across(bias_ptr, 64 * k, 64, C)) * keep[:, None]
+            tile.store((tile.load(accumulator(64)).to(gl.float32) + y).to(kind))
+        fence_async_shared()
+        for k in gl.static_range(P):
+            tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tiles_x.index(place + k))
+        if TILES == 1:
+            gl.thread_barrier()
+            tma.store_wait(0)
+            fetch(x_desc, u_ptr, ahead, rows, grid, tiles_x, tiles_a, full_x.index(mine), place, C, STRIDE)
+        turn += 1
+        group += gl.num_programs(0)
+    async_copy.wait_group(0)
+    mbarrier.wait(full_x.index(which * TILES + turn % TILES), (turn // TILES) & 1)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def mu1(
+    x_desc, out_desc, b_desc, c_desc, u_ptr, stats_ptr, keep_ptr, vectors_ptr, groups, rows, tokens,
+    height, width, magic_height, magic_width, eps,
+    C: gl.constexpr, L1: gl.constexpr, K1: gl.constexpr, STRIDE: gl.constexpr, MU1: gl.constexpr,
+    GROUPS: gl.constexpr, TILES: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """x plus the rest of the first Mu-Layer from u on; in training also three numbers a row."""
+    P: gl.constexpr = C // 64
+    kind: gl.constexpr = x_desc.dtype
+    tiles_x = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], x_desc.layout)
+    tiles_a = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], x_desc.layout)
+    weights_b = gl.allocate_shared_memory(kind, [P, 64, K1], b_desc.layout)
+    weights_c = gl.allocate_shared_memory(kind, [P * P, 64, 64], c_desc.layout)
+    full_w = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full_x = gl.allocate_shared_memory(gl.int64, [GROUPS * TILES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full_w, count=1)
+    for i in gl.static_range(GROUPS * TILES):
+        mbarrier.init(full_x.index(i), count=1)
+    fence_async_shared()
+    mbarrier.expect(full_w, (K1 + C) * C * 2)
+    for i in gl.static_range(P):
+        tma.async_copy_global_to_shared(b_desc, [64 * i, 0], full_w, weights_b.index(i))
+        for k in gl.static_range(P):
+            tma.async_copy_global_to_shared(c_desc, [64 * k, 64 * i], full_w, weights_c.index(i * P + k))
+    buffers = (tiles_x, tiles_a, weights_b, weights_c)
+    bars = (full_w, full_x)
+    pointers = (u_ptr, stats_ptr, keep_ptr, vectors_ptr)
+    grid = (height, width, magic_height, magic_width)
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (consume, (0, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, K1,
+                       STRIDE, MU1, GROUPS, TILES, TRAIN, DROP)),
+            (consume, (1, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, K1,
+                       STRIDE, MU1, GROUPS, TILES, TRAIN, DROP)),
+        ], [4], [REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, K1,
+                       STRIDE, MU1, GROUPS, TILES, TRAIN, DROP)),
+            (consume, (1, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, K1,
+                       STRIDE, MU1, GROUPS, TILES, TRAIN, DROP)),
+            (consume, (2, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, K1,
+                       STRIDE, MU1, GROUPS, TILES, TRAIN, DROP)),
+        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
