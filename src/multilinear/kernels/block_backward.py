@@ -1,7 +1,7 @@
 """Backward kernels of a Poly-Block: everything that is local to a token, computed again from what the way forward kept.
 
-`mu2_back` goes from the gradient of the second Mu-Layer's output to those of its branches, `mu1_back` does so for the
-first, `unshift` undoes the shift and `norm_back` goes through the norm ahead of either. What remains are
+`mu2_back` goes from the gradient of the second Mu-Layer's output to those of its branches, and `norm_back` through the
+norm ahead of it; `mu1_back` and `lift_back` do so for the first, this on the other side of the shift. What remains are
 large products of matrices: of what is written here with the weights, and over all tokens.
 
 A layer norm's gradient, `E - mean(E) - p mean(E p)`, needs two means over the hidden width, which is visited in chunks.
@@ -175,83 +175,122 @@ def mu1_back(
 
 @triton.jit
 def unshift(
-    E_ptr, du_ptr, rows, height, width,
-    R1: tl.constexpr, L1: tl.constexpr, US: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
-    T: tl.constexpr, J: tl.constexpr, LOW: tl.constexpr,
+    E_ptr, row, live, height, width, first, j, R: tl.constexpr, STRIDE: tl.constexpr, KEEP: tl.constexpr
 ):  # fmt: skip
-    """The gradient of u: each entry goes back to where it came from, and at the border it also stayed."""
-    row = tl.program_id(0) * T + tl.arange(0, T)
-    live = row < rows
-    for start in range(0, R1, J):
-        unshift_columns(E_ptr, du_ptr, row, live, height, width, 0, columns(start, J), R1, R1, US, KEEP, ALIGNED)
-    # past the last column zeros, as a matrix product reads them too
-    unshift_columns(E_ptr, du_ptr, row, live, height, width, R1, columns(0, LOW), L1, US - R1, US, KEEP, False)
-
-
-@triton.jit
-def unshift_columns(
-    E_ptr, du_ptr, row, live, height, width, first, j, R: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    KEEP: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
+    """Columns `first + j` of the gradient of u: each goes back to where it came from, and at the border it stayed."""
+    # as many channels always move together; their loads are one only if the masks say so too
+    V: tl.constexpr = 8 if R % 32 == 0 else (4 if R % 16 == 0 else (2 if R % 8 == 0 else 1))
     a, b, c, d, _, _, _, _ = neighbours(row, height, width, KEEP)
     quarter = (j * 4) // R
     # u moved down in the first quarter, so that its gradient comes from below: the second quarter's neighbour
     came = pick(quarter, b, a, d, c)
     inside = live[:, None] & (j < R)[None, :]
     here = row[:, None] * STRIDE + (first + j)[None, :]
-    place = here + came * STRIDE
-    if ALIGNED:  # eight channels always move together
-        place = tl.max_contiguous(tl.multiple_of(place, [1, 8]), [1, 8])
-    grad = tl.load(E_ptr + place, mask=inside & (came != 0), other=0.0).to(tl.float32)
+    place = tl.max_contiguous(tl.multiple_of(here + came * STRIDE, [1, V]), [1, V])
+    grad = tl.load(E_ptr + place, mask=tl.max_constancy(inside & (came != 0), [1, V]), other=0.0)
     if KEEP:
-        stayed = pick(quarter, a, b, c, d) == 0
-        grad += tl.load(E_ptr + here, mask=inside & stayed, other=0.0).to(tl.float32)
-    tl.store(du_ptr + here, grad.to(du_ptr.dtype.element_ty), mask=live[:, None] & (j < WIDTH)[None, :])
+        stayed = tl.max_constancy(inside & (pick(quarter, a, b, c, d) == 0), [1, V])
+        kept = tl.load(E_ptr + here, mask=stayed, other=0.0)
+        grad = (grad.to(tl.float32) + kept.to(tl.float32)).to(grad.dtype)
+    return grad
+
+
+@triton.jit
+def lift_back(
+    E_ptr, x_ptr, grad_ptr, keep_ptr, AD_ptr, vectors_ptr, du_ptr, out_ptr, n_ptr, sums_ptr, rows, height, width, eps,
+    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, R1: tl.constexpr, L1: tl.constexpr, U: tl.constexpr,
+    US: tl.constexpr, LOW: tl.constexpr, KEEP: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
+    STEP: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """From E through shift and lift, which gives du, and then as `norm_back` does, STEP rows at a time."""
+    tile = tl.program_id(0) * T
+    row = tile + tl.arange(0, T)
+    live = row < rows
+    dn0 = tl.zeros((T, C0), tl.float32)
+    dn1 = tl.zeros((T, C1 if C1 > 0 else 16), tl.float32)
+    for start in tl.range(0, R1, J, num_stages=STAGES):
+        j = columns(start, J)
+        du = unshift(E_ptr, row, live, height, width, 0, j, R1, US, KEEP)
+        tl.store(du_ptr + row[:, None] * US + j[None, :], du, mask=live[:, None])
+        dn0, dn1 = spread(du, AD_ptr, j, dn0, dn1, U, C, C0, C1, C, 1)
+    j = columns(0, LOW)
+    du = unshift(E_ptr, row, live, height, width, R1, j, L1, US, KEEP)
+    # past the last column zeros, as a matrix product reads them too
+    tl.store(du_ptr + row[:, None] * US + (R1 + j)[None, :], du, mask=live[:, None] & (j < US - R1)[None, :])
+    dn0, dn1 = spread(du, AD_ptr, R1 + j, dn0, dn1, U, C, C0, C1, C, 1, R1 + LOW > U)
+    # dn waits in the cache, where the result will be: a product's rows are spread over too many threads for a norm
+    store_rows(out_ptr, row, live, dn0, dn1, C, C0, C1)
+    tl.debug_barrier()
+    sums = norm_sums(BLOCK)
+    for start in tl.range(tile, tile + T, STEP, num_stages=1):
+        sums = norm_rows(
+            out_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, start + tl.arange(0, STEP), rows,
+            height * width, eps, C, True, DROP, BLOCK,
+        )  # fmt: skip
+    store_sums(sums_ptr, sums, C, BLOCK)
 
 
 @triton.jit
 def norm_back(
-    dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums_ptr, rows, tokens, eps,
-    C: tl.constexpr, SN: tl.constexpr, WRITE: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
+    dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, sums_ptr, rows, tokens, eps,
+    C: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Through the norm ahead of a Mu-Layer and along the shortcut; if asked the norm's output; and sums over rows: the
-    gradients of the norm's weight and bias and of the layer's last bias."""
-    program = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < C
-    weight = tl.load(vectors_ptr + column, mask=inside, other=0.0)[None, :]
-    bias = tl.load(vectors_ptr + C + column, mask=inside, other=0.0)[None, :]
-    sum_weight = tl.zeros((BLOCK,), tl.float32)
-    sum_bias = tl.zeros((BLOCK,), tl.float32)
-    sum_last = tl.zeros((BLOCK,), tl.float32)
-    for start in range(program * T, rows, tl.num_programs(0) * T):
+    """Through the norm ahead of a Mu-Layer and along the shortcut."""
+    sums = norm_sums(BLOCK)
+    for start in range(tl.program_id(0) * T, rows, tl.num_programs(0) * T):
         row = start + tl.arange(0, T)
-        mask = (row < rows)[:, None] & inside[None, :]
-        place = row[:, None] * C + column[None, :]
-        x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        dn = tl.load(dn_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        x = tl.where(mask, x - (tl.sum(x, 1) / C)[:, None], 0.0)
-        scale = (1 / tl.sqrt(tl.sum(x * x, 1) / C + eps))[:, None]
-        x *= scale
-        sum_weight += tl.sum(dn * x, 0)
-        sum_bias += tl.sum(dn, 0)
-        if DROP:
-            sum_last += tl.sum(grad * tl.load(keep_ptr + row // tokens, mask=row < rows, other=0.0)[:, None], 0)
-        else:
-            sum_last += tl.sum(grad, 0)
-        if WRITE:
-            n = x * weight + bias
-            place_n = n_ptr + row[:, None] * SN + column[None, :]
-            tl.store(place_n, n.to(n_ptr.dtype.element_ty), mask=mask)
-            ones = tl.full((T,), 1.0, tl.float32)
-            store_column(n_ptr + C, row, row < rows, ones, SN)
-        dn *= weight
-        level = (tl.sum(dn, 1) / C)[:, None]
-        along = (tl.sum(dn * x, 1) / C)[:, None]
-        grad += (dn - level - x * along) * scale
-        tl.store(out_ptr + place, grad.to(out_ptr.dtype.element_ty), mask=mask)
-    sums_ptr += program * 3 * C
-    tl.store(sums_ptr + column, sum_weight, mask=inside)
-    tl.store(sums_ptr + C + column, sum_bias, mask=inside)
-    tl.store(sums_ptr + 2 * C + column, sum_last, mask=inside)
+        sums = norm_rows(
+            dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, out_ptr, sums, row, rows, tokens, eps,
+            C, False, DROP, BLOCK,
+        )  # fmt: skip
+    store_sums(sums_ptr, sums, C, BLOCK)
+
+
+@triton.jit
+def norm_sums(BLOCK: tl.constexpr):
+    """Sums over rows that are to come: the gradients of a norm's weight and bias and of its layer's last bias."""
+    return tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+
+
+@triton.jit
+def store_sums(ptr, sums, C: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    ptr += tl.program_id(0) * 3 * C
+    for i in tl.static_range(3):
+        tl.store(ptr + i * C + column, sums[i], mask=column < C)
+
+
+@triton.jit
+def norm_rows(
+    dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, row, rows, tokens, eps,
+    C: tl.constexpr, WRITE: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of the gradient of x; if asked, of the norm's output next to a column of ones; and the sums with them."""
+    sum_weight, sum_bias, sum_last = sums
+    live = row < rows
+    column = tl.arange(0, BLOCK)
+    mask = live[:, None] & (column < C)[None, :]
+    place = row[:, None] * C + column[None, :]
+    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    dn = tl.load(dn_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(vectors_ptr + column, mask=column < C, other=0.0)[None, :]
+    x = tl.where(mask, x - (tl.sum(x, 1) / C)[:, None], 0.0)
+    scale = (1 / tl.sqrt(tl.sum(x * x, 1) / C + eps))[:, None]
+    x *= scale
+    sum_weight += tl.sum(dn * x, 0)
+    sum_bias += tl.sum(dn, 0)
+    if DROP:
+        sum_last += tl.sum(grad * tl.load(keep_ptr + row // tokens, mask=live, other=0.0)[:, None], 0)
+    else:
+        sum_last += tl.sum(grad, 0)
+    if WRITE:
+        n = x * weight + tl.load(vectors_ptr + C + column, mask=column < C, other=0.0)[None, :]
+        tl.store(n_ptr + row[:, None] * (C + 8) + column[None, :], n.to(n_ptr.dtype.element_ty), mask=mask)
+        store_column(n_ptr + C, row, live, tl.full(row.shape, 1.0, tl.float32), C + 8)
+    dn *= weight
+    level = (tl.sum(dn, 1) / C)[:, None]
+    along = (tl.sum(dn * x, 1) / C)[:, None]
+    grad += (dn - level - x * along) * scale
+    tl.store(out_ptr + place, grad.to(out_ptr.dtype.element_ty), mask=mask)
+    return sum_weight, sum_bias, sum_last

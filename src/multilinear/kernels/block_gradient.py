@@ -74,7 +74,7 @@ def _second_layer(
     gap = ready.gram.new_zeros(7, channels)
     torch.mm(Q, torch.cat([ready.B2[:, :low], ready.low_gram, low_linear, gap[:, :low]]), out=P[:, -low:])
     dn = P @ torch.cat([ready.A2[:, :channels], ready.gram, linear, gap, ready.D2])
-    out, totals, _ = _through_shared_norm(dn, mid, grad, keep, ready, s, eps, write=False)
+    out, totals = _through_shared_norm(dn, mid, grad, keep, ready, s, eps)
 
     def parameters() -> Gradients:
         product, low_product = _product(P, n), _product(Q, d)
@@ -109,21 +109,20 @@ def _linear_terms(ready: Prepared, s: Sizes) -> tuple[Tensor, Tensor]:
 
 
 def _through_shared_norm(
-    dn: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes, eps: float, *, write: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of x; those of the norm's weight and bias and of the layer's last bias; and the norm's output next
-    to a column of ones."""
+    dn: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x, and those of the norm's weight and bias and of the layer's last bias."""
     rows = x.numel() // s.channels
     block = triton.next_power_of_2(s.channels)
     tile = max(1, 512 // block)  # one warp with 16 numbers a thread; measured on an H200
     programs = min(2112, triton.cdiv(rows, tile))
-    out, n = torch.empty_like(x), x.new_empty((rows, s.channels + 8) if write else 0)
+    out = torch.empty_like(x)
     sums = x.new_empty(programs, 3, s.channels, dtype=torch.float32)
     block_backward.norm_back[(programs,)](
-        dn, x, grad, keep, ready.vectors, out, n, sums, rows, x.shape[-3] * x.shape[-2], eps, C=s.channels,
-        SN=s.channels + 8, WRITE=write, DROP=keep is not None, BLOCK=block, T=tile, num_warps=1,
+        dn, x, grad, keep, ready.vectors, out, sums, rows, x.shape[-3] * x.shape[-2], eps, C=s.channels,
+        DROP=keep is not None, BLOCK=block, T=tile, num_warps=1,
     )  # fmt: skip
-    return out, sums.sum(0), n
+    return out, sums.sum(0)
 
 
 def _own(x: Tensor) -> Tensor:
@@ -157,14 +156,19 @@ def _first_layer(
         KEEP=keep_border, DROP=keep is not None, T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages,
         num_warps=tile.warps,
     )  # fmt: skip
-    du = torch.empty_like(u)
-    kernel = block_backward.unshift
-    kernel[(triton.cdiv(rows, 32),)](
-        E, du, rows, height, width, **constants(s, kernel.arg_names), KEEP=keep_border, T=32, J=chunk(rank),
-        LOW=triton.next_power_of_2(fixed["US"] - rank), num_warps=4,
+    tile = tiles(s)["lift_back"]
+    programs = triton.cdiv(rows, tile.tokens)
+    kernel = block_backward.lift_back
+    block = triton.next_power_of_2(channels)
+    out, du, n = torch.empty_like(x), torch.empty_like(u), x.new_empty(rows, channels + 8)
+    norm_sums = x.new_empty(programs, 3, channels, dtype=torch.float32)
+    kernel[(programs,)](
+        E, x, grad, keep, ready.lifting, ready.vectors, du, out, n, norm_sums, rows, height, width, eps,
+        **constants(s, kernel.arg_names), LOW=max(16, triton.next_power_of_2(fixed["US"] - rank)), KEEP=keep_border,
+        DROP=keep is not None, BLOCK=block, T=tile.tokens, STEP=min(tile.tokens, 512 * tile.warps // block),
+        J=chunk(rank, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip
-    dn = du[:, : rank + low] @ ready.lifting
-    out, norm, n = _through_shared_norm(dn, x, grad, keep, ready, s, eps, write=True)
+    norm = norm_sums.sum(0)
     lifting, factor = _product(du, n), _product(db, d)
     scale_a, shift_a, scale_b, shift_b = sums.sum(0)
     alpha, weight_b, bias_b = (named[f"mu1.{name}"] for name in ("alpha", "norm_b.weight", "norm_b.bias"))

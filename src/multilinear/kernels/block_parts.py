@@ -69,11 +69,11 @@ def multiply(
 
 @triton.jit
 def spread(h, ptr, j, y0, y1, J: tl.constexpr, C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
-           SJ: tl.constexpr, SC: tl.constexpr):  # fmt: skip
+           SJ: tl.constexpr, SC: tl.constexpr, MASK_J: tl.constexpr = False):  # fmt: skip
     """Add columns `h` times rows j of a (J, C) matrix to (y0, y1)."""
-    y0 = tl.dot(h, load_matrix(ptr, j, columns(0, C0), J, C, SJ, SC, False, C0 > C), y0)
+    y0 = tl.dot(h, load_matrix(ptr, j, columns(0, C0), J, C, SJ, SC, MASK_J, C0 > C), y0)
     if C1 > 0:
-        y1 = tl.dot(h, load_matrix(ptr, j, columns(C0, C1), J, C, SJ, SC, False, C0 + C1 > C), y1)
+        y1 = tl.dot(h, load_matrix(ptr, j, columns(C0, C1), J, C, SJ, SC, MASK_J, C0 + C1 > C), y1)
     return y0, y1
 
 
