@@ -18,6 +18,7 @@ from multilinear.kernels.block import (
     poly_block,
     poly_block_now,
     sizes_of,
+    steps,
     tiles,
 )
 
@@ -149,24 +150,20 @@ def _first_layer(
     kernel = block_backward.mu1_back
     fixed = constants(s, kernel.arg_names)
     E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, width) for width in (rank, rank, fixed["SD1"]))
-    gy = grad if keep is None else torch.empty_like(grad)
     sums = x.new_empty(programs, 4, rank, dtype=torch.float32)
     kernel[(programs,)](
-        grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, gy, h, db, d, sums, rows, height, width, **fixed,
-        KEEP=keep_border, DROP=keep is not None, T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages,
-        num_warps=tile.warps,
+        grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, h, db, d, sums, rows, height, width, **fixed,
+        KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), J=chunk(rank, tile.chunk), STAGES=tile.stages,
     )  # fmt: skip
     tile = tiles(s)["lift_back"]
     programs = triton.cdiv(rows, tile.tokens)
     kernel = block_backward.lift_back
-    block = triton.next_power_of_2(channels)
     out, du, n = torch.empty_like(x), torch.empty_like(u), x.new_empty(rows, channels + 8)
     norm_sums = x.new_empty(programs, 3, channels, dtype=torch.float32)
     kernel[(programs,)](
         E, x, grad, keep, ready.lifting, ready.vectors, du, out, n, norm_sums, rows, height, width, eps,
         **constants(s, kernel.arg_names), LOW=max(16, triton.next_power_of_2(fixed["US"] - rank)), KEEP=keep_border,
-        DROP=keep is not None, BLOCK=block, T=tile.tokens, STEP=min(tile.tokens, 512 * tile.warps // block),
-        J=chunk(rank, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
+        DROP=keep is not None, **steps(tile, channels), J=chunk(rank, tile.chunk), STAGES=tile.stages,
     )  # fmt: skip
     norm = norm_sums.sum(0)
     lifting, factor = _product(du, n), _product(db, d)
@@ -177,7 +174,7 @@ def _first_layer(
         "mu1.A.weight": lifting[:rank, :channels], "mu1.A.bias": lifting[:rank, channels],
         "mu1.D.weight": lifting[rank : rank + low, :channels], "mu1.D.bias": lifting[rank : rank + low, channels],
         "mu1.B.weight": factor[:, :low], "mu1.B.bias": factor[:, low],
-        "mu1.C.weight": _product(gy.view(rows, channels), h), "mu1.C.bias": norm[2],
+        "mu1.C.weight": _product(grad.view(rows, channels), h), "mu1.C.bias": norm[2],
         "mu1.norm_a.weight": scale_a, "mu1.norm_a.bias": shift_a,
         "mu1.norm_b.weight": alpha * scale_b, "mu1.norm_b.bias": alpha * shift_b,
         "mu1.alpha": (weight_b * scale_b + bias_b * shift_b).sum(),

@@ -154,6 +154,21 @@ def low_rank(
 
 
 @triton.jit
+def factor(
+    d0, d1, B_ptr, b_ptr, R: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr,
+    L: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr,
+):  # fmt: skip
+    """B d + b, whose rows have mean 0."""
+    j = columns(0, R0)
+    q0 = multiply(d0, d1, B_ptr, j, L, L0, L1, R, 1, L, False) + tl.load(b_ptr + j)[None, :]
+    q1 = q0
+    if R1 > 0:
+        j = columns(R0, R1)
+        q1 = multiply(d0, d1, B_ptr, j, L, L0, L1, R, 1, L, False) + tl.load(b_ptr + j)[None, :]
+    return q0, q1
+
+
+@triton.jit
 def neighbours(row, height, width, KEEP: tl.constexpr):
     """Where the four shifted quarters of each token come from: offsets in rows, and whether there is such a token."""
     x = row % width
@@ -174,9 +189,10 @@ def pick(quarter, a, b, c, d):
 @triton.jit
 def gather(
     u_ptr, row, live, height, width, first, j, R: tl.constexpr, STRIDE: tl.constexpr, KEEP: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    V: tl.constexpr,
 ):  # fmt: skip
-    """Columns `first + j` of u after the spatial shift of its R channels that start at `first`."""
+    """Columns `first + j` of u after the spatial shift of its R channels that start at `first`; V of them always move
+    together, and are loaded at once if the mask says so too."""
     a, b, c, d, in_a, in_b, in_c, in_d = neighbours(row, height, width, KEEP)
     quarter = (j * 4) // R
     source = row[:, None] + pick(quarter, a, b, c, d)
@@ -186,9 +202,8 @@ def gather(
             pick(quarter, in_a.to(tl.int32), in_b.to(tl.int32), in_c.to(tl.int32), in_d.to(tl.int32)) > 0
         )
     place = source * STRIDE + (first + j)[None, :]
-    if ALIGNED:  # eight channels always move together
-        place = tl.max_contiguous(tl.multiple_of(place, [1, 8]), [1, 8])
-    return tl.load(u_ptr + place, mask=inside, other=0.0)
+    place = tl.max_contiguous(tl.multiple_of(place, [1, V]), [1, V])
+    return tl.load(u_ptr + place, mask=tl.max_constancy(inside, [1, V]), other=0.0)
 
 
 @triton.jit
@@ -232,10 +247,10 @@ def store_low(
 @triton.jit
 def gather_rows(
     u_ptr, row, live, height, width, first: tl.constexpr, R: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr,
-    STRIDE: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+    STRIDE: tl.constexpr, KEEP: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    x0 = gather(u_ptr, row, live, height, width, first, columns(0, R0), R, STRIDE, KEEP, ALIGNED)
+    x0 = gather(u_ptr, row, live, height, width, first, columns(0, R0), R, STRIDE, KEEP, V)
     x1 = x0
     if R1 > 0:
-        x1 = gather(u_ptr, row, live, height, width, first, columns(R0, R1), R, STRIDE, KEEP, ALIGNED)
+        x1 = gather(u_ptr, row, live, height, width, first, columns(R0, R1), R, STRIDE, KEEP, V)
     return x0, x1
