@@ -102,7 +102,8 @@ def mu1_back(
     too many threads for a norm.
     """
     tile = tl.program_id(0) * T
-    row = tile + tl.arange(0, T)
+    local = tl.arange(0, T)
+    row = tile + local
     live = row < rows
     b_ptr = vectors_ptr + MU1
     y0 = tl.zeros((T, R10), tl.float32)
@@ -112,7 +113,7 @@ def mu1_back(
         grad = tl.load(grad_ptr + row[:, None] * C + j[None, :], mask=live[:, None], other=0.0)
         y0, y1 = spread(grad, C_ptr, j, y0, y1, C, R1, R10, R11, R1, 1)
     store_rows(h_ptr, row, live, y0, y1, R1, R10, R11)
-    d0, d1 = gather_rows(u_ptr, row, live, height, width, R1, L1, L10, L11, US, KEEP, VL1)
+    d0, d1 = gather_rows(u_ptr, tile, local, live, height, width, R1, L1, L10, L11, US, KEEP, VL1)
     store_low(d_ptr, row, live, d0, d1, SD1, L1, L10, L11)
     store_column(d_ptr + L1, row, live, tl.full((T,), 1.0, tl.float32), SD1)
     y0, y1 = factor(d0, d1, B_ptr, b_ptr, R1, R10, R11, L1, L10, L11)
@@ -120,10 +121,10 @@ def mu1_back(
     tl.debug_barrier()
     scale_a, shift_a = tl.zeros((STEP, BLOCK), tl.float32), tl.zeros((STEP, BLOCK), tl.float32)
     scale_b, shift_b = tl.zeros((STEP, BLOCK), tl.float32), tl.zeros((STEP, BLOCK), tl.float32)
-    for start in tl.range(tile, tile + T, STEP, num_stages=1):
+    for start in tl.range(0, T, STEP, num_stages=1):
         more = mu1_rows(
-            u_ptr, stats_ptr, keep_ptr, b_ptr, E_ptr, h_ptr, db_ptr, start + tl.arange(0, STEP), rows, height, width,
-            R1, US, V1, KEEP, DROP, BLOCK,
+            u_ptr, stats_ptr, keep_ptr, b_ptr, E_ptr, h_ptr, db_ptr, tile, start + tl.arange(0, STEP), rows, height,
+            width, R1, US, V1, KEEP, DROP, BLOCK,
         )  # fmt: skip
         scale_a += more[0]
         shift_a += more[1]
@@ -142,10 +143,11 @@ def mu1_back(
 
 @triton.jit
 def mu1_rows(
-    u_ptr, stats_ptr, keep_ptr, b_ptr, E_ptr, h_ptr, db_ptr, row, rows, height, width,
+    u_ptr, stats_ptr, keep_ptr, b_ptr, E_ptr, h_ptr, db_ptr, tile, local, rows, height, width,
     R1: tl.constexpr, US: tl.constexpr, V1: tl.constexpr, KEEP: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of E, h and db from those of dh and B d + b; and the terms of the gradients of the norms' parameters."""
+    row = tile + local
     live = row < rows
     j = tl.arange(0, BLOCK)
     inside = j < R1
@@ -153,7 +155,7 @@ def mu1_rows(
     place = row[:, None] * R1 + j[None, :]
     dh = tl.load(h_ptr + place, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(db_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    a = gather(u_ptr, row, live, height, width, 0, j, R1, US, KEEP, V1).to(tl.float32)
+    a = gather(u_ptr, tile, local, live, height, width, 0, j, R1, US, KEEP, V1).to(tl.float32)
     mean = tl.load(stats_ptr + row * 3, mask=live, other=0.0)
     scale_a = tl.load(stats_ptr + row * 3 + 1, mask=live, other=0.0)
     scale_b = tl.load(stats_ptr + row * 3 + 2, mask=live, other=0.0)
@@ -182,16 +184,16 @@ def mu1_rows(
 
 @triton.jit
 def unshift(
-    E_ptr, row, live, height, width, first, j, R: tl.constexpr, STRIDE: tl.constexpr, KEEP: tl.constexpr,
+    E_ptr, tile, local, live, height, width, first, j, R: tl.constexpr, STRIDE: tl.constexpr, KEEP: tl.constexpr,
     V: tl.constexpr,
 ):  # fmt: skip
     """Columns `first + j` of the gradient of u: each goes back to where it came from, and at the border it stayed."""
-    a, b, c, d, _, _, _, _ = neighbours(row, height, width, KEEP)
+    a, b, c, d, _, _, _, _ = neighbours(tile, local, height, width, KEEP)
     quarter = (j * 4) // R
     # u moved down in the first quarter, so that its gradient comes from below: the second quarter's neighbour
     came = pick(quarter, b, a, d, c)
     inside = live[:, None] & (j < R)[None, :]
-    here = row[:, None] * STRIDE + (first + j)[None, :]
+    here = (tile + local)[:, None] * STRIDE + (first + j)[None, :]
     place = tl.max_contiguous(tl.multiple_of(here + came * STRIDE, [1, V]), [1, V])
     grad = tl.load(E_ptr + place, mask=tl.max_constancy(inside & (came != 0), [1, V]), other=0.0)
     if KEEP:
@@ -210,17 +212,18 @@ def lift_back(
 ):  # fmt: skip
     """From E through shift and lift, which gives du, and then as `norm_back` does, STEP rows at a time."""
     tile = tl.program_id(0) * T
-    row = tile + tl.arange(0, T)
+    local = tl.arange(0, T)
+    row = tile + local
     live = row < rows
     dn0 = tl.zeros((T, C0), tl.float32)
     dn1 = tl.zeros((T, C1 if C1 > 0 else 16), tl.float32)
     for start in tl.range(0, R1, J, num_stages=STAGES):
         j = columns(start, J)
-        du = unshift(E_ptr, row, live, height, width, 0, j, R1, US, KEEP, V1)
+        du = unshift(E_ptr, tile, local, live, height, width, 0, j, R1, US, KEEP, V1)
         tl.store(du_ptr + row[:, None] * US + j[None, :], du, mask=live[:, None])
         dn0, dn1 = spread(du, AD_ptr, j, dn0, dn1, U, C, C0, C1, C, 1)
     j = columns(0, LOW)
-    du = unshift(E_ptr, row, live, height, width, R1, j, L1, US, KEEP, VL1)
+    du = unshift(E_ptr, tile, local, live, height, width, R1, j, L1, US, KEEP, VL1)
     # past the last column zeros, as a matrix product reads them too
     tl.store(du_ptr + row[:, None] * US + (R1 + j)[None, :], du, mask=live[:, None] & (j < US - R1)[None, :])
     dn0, dn1 = spread(du, AD_ptr, R1 + j, dn0, dn1, U, C, C0, C1, C, 1, R1 + LOW > U)
@@ -282,7 +285,9 @@ def norm_rows(
     dn = tl.load(dn_ptr + place, mask=mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
     weight = tl.load(vectors_ptr + column, mask=column < C, other=0.0)[None, :]
-    x = tl.where(mask, x - (tl.sum(x, 1) / C)[:, None], 0.0)
+    x -= (tl.sum(x, 1) / C)[:, None]
+    if BLOCK > C:
+        x = tl.where(mask, x, 0.0)
     scale = (1 / tl.sqrt(tl.sum(x * x, 1) / C + eps))[:, None]
     x *= scale
     sum_weight += dn * x

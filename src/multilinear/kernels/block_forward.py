@@ -62,11 +62,13 @@ def mu1(
     DROP: tl.constexpr, T: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """x plus the rest of the first Mu-Layer from u on; in training also three numbers a row."""
-    row = tl.program_id(0) * T + tl.arange(0, T)
+    tile = tl.program_id(0) * T
+    local = tl.arange(0, T)
+    row = tile + local
     live = row < rows
     b_ptr = vectors_ptr + MU1
-    a0, a1 = gather_rows(u_ptr, row, live, height, width, 0, R1, R10, R11, US, KEEP, V1)
-    d0, d1 = gather_rows(u_ptr, row, live, height, width, R1, L1, L10, L11, US, KEEP, VL1)
+    a0, a1 = gather_rows(u_ptr, tile, local, live, height, width, 0, R1, R10, R11, US, KEEP, V1)
+    d0, d1 = gather_rows(u_ptr, tile, local, live, height, width, R1, L1, L10, L11, US, KEEP, VL1)
     a0, a1, mean, scale_a = unit_rows(a0.to(tl.float32), a1.to(tl.float32), eps, R1, R11)
     q0, q1 = factor(d0, d1, B_ptr, b_ptr, R1, R10, R11, L1, L10, L11)
     scale_b = 1 / tl.sqrt(row_sum(q0 * q0, q1 * q1, R11) / R1 + eps)
@@ -79,7 +81,7 @@ def mu1(
     for start in tl.range(0, R1, J, num_stages=STAGES):
         j = columns(start, J)
         # both branches come once more, from the cache: a whole row of them would not stay in registers
-        a = gather(u_ptr, row, live, height, width, 0, j, R1, US, KEEP, V1).to(tl.float32)
+        a = gather(u_ptr, tile, local, live, height, width, 0, j, R1, US, KEEP, V1).to(tl.float32)
         p = (a - mean[:, None]) * scale_a[:, None] * tl.load(b_ptr + R1 + j)[None, :]
         p += tl.load(b_ptr + 2 * R1 + j)[None, :]
         q = multiply(d0, d1, B_ptr, j, L1, L10, L11, R1, 1, L1, False) + tl.load(b_ptr + j)[None, :]

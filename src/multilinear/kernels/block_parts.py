@@ -169,10 +169,18 @@ def factor(
 
 
 @triton.jit
-def neighbours(row, height, width, KEEP: tl.constexpr):
-    """Where the four shifted quarters of each token come from: offsets in rows, and whether there is such a token."""
-    x = row % width
-    y = (row // width) % height
+def remainder(x, divisor):
+    """x % divisor and x // divisor for small numbers, which need no division: far from rounding, as halves are."""
+    quotient = ((x.to(tl.float32) + 0.5) * (1.0 / divisor)).to(tl.int32)
+    return x - quotient * divisor, quotient
+
+
+@triton.jit
+def neighbours(tile, local, height, width, KEEP: tl.constexpr):
+    """Where the four shifted quarters of tokens `tile + local` come from: offsets in rows, and whether there is such a
+    token."""
+    x, lines = remainder(tile % width + local, width)
+    y, _ = remainder((tile // width) % height + lines, height)
     up, down = y > 0, y < height - 1
     left, right = x > 0, x < width - 1
     return tl.where(up, -width, 0), tl.where(down, width, 0), tl.where(left, -1, 0), tl.where(right, 1, 0), (
@@ -188,14 +196,14 @@ def pick(quarter, a, b, c, d):
 
 @triton.jit
 def gather(
-    u_ptr, row, live, height, width, first, j, R: tl.constexpr, STRIDE: tl.constexpr, KEEP: tl.constexpr,
+    u_ptr, tile, local, live, height, width, first, j, R: tl.constexpr, STRIDE: tl.constexpr, KEEP: tl.constexpr,
     V: tl.constexpr,
 ):  # fmt: skip
     """Columns `first + j` of u after the spatial shift of its R channels that start at `first`; V of them always move
     together, and are loaded at once if the mask says so too."""
-    a, b, c, d, in_a, in_b, in_c, in_d = neighbours(row, height, width, KEEP)
+    a, b, c, d, in_a, in_b, in_c, in_d = neighbours(tile, local, height, width, KEEP)
     quarter = (j * 4) // R
-    source = row[:, None] + pick(quarter, a, b, c, d)
+    source = (tile + local)[:, None] + pick(quarter, a, b, c, d)
     inside = live[:, None] & (j < R)[None, :]
     if not KEEP:
         inside = inside & (
@@ -246,11 +254,11 @@ def store_low(
 
 @triton.jit
 def gather_rows(
-    u_ptr, row, live, height, width, first: tl.constexpr, R: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr,
+    u_ptr, tile, local, live, height, width, first: tl.constexpr, R: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr,
     STRIDE: tl.constexpr, KEEP: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    x0 = gather(u_ptr, row, live, height, width, first, columns(0, R0), R, STRIDE, KEEP, V)
+    x0 = gather(u_ptr, tile, local, live, height, width, first, columns(0, R0), R, STRIDE, KEEP, V)
     x1 = x0
     if R1 > 0:
-        x1 = gather(u_ptr, row, live, height, width, first, columns(R0, R1), R, STRIDE, KEEP, V)
+        x1 = gather(u_ptr, tile, local, live, height, width, first, columns(R0, R1), R, STRIDE, KEEP, V)
     return x0, x1
