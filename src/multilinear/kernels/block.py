@@ -162,19 +162,26 @@ class Tile(NamedTuple):
 # 8, two groups of warps share the rows of a product, and Triton 3.6 then computes some of them wrongly.
 TILES = {
     64: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 2), "mu2": Tile(64, 4, 32, 3),
-         "mu2_back": Tile(64, 4, 64, 2), "mu1_back": Tile(64, 4, 32, 2)},
+         "mu2_back": Tile(64, 4, 64, 2), "mu1_back": Tile(64, 4, 64, 2), "lift_back": Tile(64, 4, 32, 2)},
     128: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(64, 4, 64, 2),
-          "mu2_back": Tile(128, 8, 32, 3), "mu1_back": Tile(64, 4, 32, 2)},
+          "mu2_back": Tile(128, 8, 32, 3), "mu1_back": Tile(64, 4, 64, 2), "lift_back": Tile(64, 4, 32, 2)},
     192: {"lift": Tile(64, 4, 64, 3), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(128, 8, 32, 3),
-          "mu2_back": Tile(128, 8, 32, 2), "mu1_back": Tile(64, 4, 32, 2)},
+          "mu2_back": Tile(128, 8, 32, 2), "mu1_back": Tile(64, 4, 64, 2), "lift_back": Tile(64, 4, 32, 2)},
     256: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(128, 8, 32, 2),
-          "mu2_back": Tile(64, 4, 32, 2), "mu1_back": Tile(64, 4, 32, 2)},
+          "mu2_back": Tile(64, 4, 32, 2), "mu1_back": Tile(64, 4, 32, 2), "lift_back": Tile(64, 4, 32, 2)},
 }  # fmt: skip
 
 
 @lru_cache
 def tiles(s: Sizes) -> dict[str, Tile]:
     return next(table for most, table in TILES.items() if s.channels <= most)
+
+
+def steps(tile: Tile, width: int) -> dict[str, int]:
+    """The constants of a tile whose rows of `width` numbers are visited in steps, of eight numbers for each thread."""
+    block = triton.next_power_of_2(width)
+    step = min(tile.tokens, max(1, 256 * tile.warps // block))
+    return {"T": tile.tokens, "STEP": step, "BLOCK": block, "num_warps": tile.warps}
 
 
 def constants(s: Sizes, names: Sequence[str]) -> dict[str, int]:
@@ -192,8 +199,8 @@ def _constants(s: Sizes) -> dict[str, int]:
         "L1": s.low1, "L10": l1[0], "L11": l1[1], "R2": s.rank2, "L2": s.low2, "L20": l2[0], "L21": l2[1],
         "X20": parts(s.low2 + 16)[0], "X21": parts(s.low2 + 16)[1],
         "U": s.rank1 + s.low1, "US": align(s.rank1 + s.low1), "MU1": place.mu1, "FORMS": place.forms,
-        "BIAS": place.bias, "ALIGNED": s.rank1 % 32 == 0, "SP": s.rank2 + s.channels + 8 + s.low2,
-        "SQ": s.rank2 + s.low2 + 8, "SD1": align(s.low1 + 1),
+        "BIAS": place.bias, "V1": chunk(s.rank1 // 4, 8), "VL1": chunk(s.low1 // 4, 8),
+        "SP": s.rank2 + s.channels + 8 + s.low2, "SQ": s.rank2 + s.low2 + 8, "SD1": align(s.low1 + 1),
     }  # fmt: skip
 
 

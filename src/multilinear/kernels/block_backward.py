@@ -1,7 +1,7 @@
 """Backward kernels of a Poly-Block: everything that is local to a token, computed again from what the way forward kept.
 
-`mu2_back` goes from the gradient of the second Mu-Layer's output to those of its branches, `mu1_back` does so for the
-first, `unshift` undoes the shift and `norm_back` goes through the norm ahead of either. What remains are
+`mu2_back` goes from the gradient of the second Mu-Layer's output to those of its branches, and `norm_back` through the
+norm ahead of it; `mu1_back` and `lift_back` do so for the first, this on the other side of the shift. What remains are
 large products of matrices: of what is written here with the weights, and over all tokens.
 
 A layer norm's gradient, `E - mean(E) - p mean(E p)`, needs two means over the hidden width, which is visited in chunks.
@@ -14,6 +14,7 @@ import triton.language as tl
 
 from multilinear.kernels.block_parts import (
     columns,
+    factor,
     gather,
     gather_rows,
     load_floats,
@@ -87,171 +88,225 @@ def mu2_back(
 
 
 @triton.jit
-def mu1_chunk(
-    g0, g1, d0, d1, u_ptr, B_ptr, C_ptr, b_ptr, row, live, height, width, mean, scale_a, scale_b, j,
-    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, R1: tl.constexpr, L1: tl.constexpr, L10: tl.constexpr,
-    L11: tl.constexpr, US: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+def mu1_back(
+    grad_ptr, u_ptr, stats_ptr, keep_ptr, B_ptr, C_ptr, vectors_ptr, E_ptr, h_ptr, db_ptr, d_ptr, sums_ptr,
+    rows, height, width,
+    C: tl.constexpr, R1: tl.constexpr, R10: tl.constexpr, R11: tl.constexpr, L1: tl.constexpr, L10: tl.constexpr,
+    L11: tl.constexpr, US: tl.constexpr, SD1: tl.constexpr, MU1: tl.constexpr, V1: tl.constexpr, VL1: tl.constexpr,
+    KEEP: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr, J: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Columns j of both branches of the first Mu-Layer before and after the norms' affine maps, and their gradient."""
-    dh = multiply(g0, g1, C_ptr, j, C, C0, C1, R1, R1, 1, False)
-    a = gather(u_ptr, row, live, height, width, 0, j, R1, US, KEEP, ALIGNED).to(tl.float32)
-    unit_a = (a - mean[:, None]) * scale_a[:, None]
-    p = unit_a * tl.load(b_ptr + R1 + j)[None, :] + tl.load(b_ptr + 2 * R1 + j)[None, :]
-    unit_b = multiply(d0, d1, B_ptr, j, L1, L10, L11, R1, 1, L1, False) + tl.load(b_ptr + j)[None, :]
-    unit_b *= scale_b[:, None]
-    q = unit_b * tl.load(b_ptr + 3 * R1 + j)[None, :] + tl.load(b_ptr + 4 * R1 + j)[None, :]
-    return dh, unit_a, p, unit_b, q
+    """From the gradient of the first Mu-Layer's output to E, that of the shifted u; and the factors h, db and d.
+
+    What the products give, dh and B d + b, waits in the cache, where h and db will be: a product's rows are spread over
+    too many threads for a norm.
+    """
+    tile = tl.program_id(0) * T
+    local = tl.arange(0, T)
+    row = tile + local
+    live = row < rows
+    b_ptr = vectors_ptr + MU1
+    y0 = tl.zeros((T, R10), tl.float32)
+    y1 = tl.zeros((T, R11 if R11 > 0 else 16), tl.float32)
+    for start in tl.range(0, C, J, num_stages=STAGES):
+        j = columns(start, J)
+        grad = tl.load(grad_ptr + row[:, None] * C + j[None, :], mask=live[:, None], other=0.0)
+        y0, y1 = spread(grad, C_ptr, j, y0, y1, C, R1, R10, R11, R1, 1)
+    store_rows(h_ptr, row, live, y0, y1, R1, R10, R11)
+    d0, d1 = gather_rows(u_ptr, tile, local, live, height, width, R1, L1, L10, L11, US, KEEP, VL1)
+    store_low(d_ptr, row, live, d0, d1, SD1, L1, L10, L11)
+    store_column(d_ptr + L1, row, live, tl.full((T,), 1.0, tl.float32), SD1)
+    y0, y1 = factor(d0, d1, B_ptr, b_ptr, R1, R10, R11, L1, L10, L11)
+    store_rows(db_ptr, row, live, y0, y1, R1, R10, R11)
+    tl.debug_barrier()
+    scale_a, shift_a = tl.zeros((STEP, BLOCK), tl.float32), tl.zeros((STEP, BLOCK), tl.float32)
+    scale_b, shift_b = tl.zeros((STEP, BLOCK), tl.float32), tl.zeros((STEP, BLOCK), tl.float32)
+    for start in tl.range(0, T, STEP, num_stages=1):
+        more = mu1_rows(
+            u_ptr, stats_ptr, keep_ptr, b_ptr, E_ptr, h_ptr, db_ptr, tile, start + tl.arange(0, STEP), rows, height,
+            width, R1, US, V1, KEEP, DROP, BLOCK,
+        )  # fmt: skip
+        scale_a += more[0]
+        shift_a += more[1]
+        scale_b += more[2]
+        shift_b += more[3]
+    store_sums(sums_ptr, (scale_a, shift_a, scale_b, shift_b), R1, BLOCK)
+    tl.debug_barrier()
+    y0 = tl.zeros((T, L10), tl.float32)
+    y1 = tl.zeros((T, L11 if L11 > 0 else 16), tl.float32)
+    for start in tl.range(0, R1, J, num_stages=STAGES):
+        j = columns(start, J)
+        db = tl.load(db_ptr + row[:, None] * R1 + j[None, :], mask=live[:, None], other=0.0)
+        y0, y1 = spread(db, B_ptr, j, y0, y1, R1, L1, L10, L11, L1, 1)
+    store_low(E_ptr + R1, row, live, y0, y1, US, L1, L10, L11)
 
 
 @triton.jit
-def mu1_back(
-    grad_ptr, u_ptr, stats_ptr, keep_ptr, B_ptr, C_ptr, vectors_ptr, E_ptr, gy_ptr, h_ptr, db_ptr, d_ptr, sums_ptr,
-    rows, height, width,
-    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, R1: tl.constexpr, L1: tl.constexpr, L10: tl.constexpr,
-    L11: tl.constexpr, US: tl.constexpr, SD1: tl.constexpr, MU1: tl.constexpr, KEEP: tl.constexpr,
-    ALIGNED: tl.constexpr, DROP: tl.constexpr, T: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
+def load_below(ptr, j, mask):
+    """A vector in every row of a tile, loaded by those threads that need it: they are faster than an exchange."""
+    return tl.load(tl.broadcast_to((ptr + j)[None, :], mask.shape), mask=mask, other=0.0)
+
+
+@triton.jit
+def mu1_rows(
+    u_ptr, stats_ptr, keep_ptr, b_ptr, E_ptr, h_ptr, db_ptr, tile, local, rows, height, width,
+    R1: tl.constexpr, US: tl.constexpr, V1: tl.constexpr, KEEP: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of the first Mu-Layer's output to E, that of the shifted u; and the factors h, gy, db and d."""
-    program = tl.program_id(0)
-    row = program * T + tl.arange(0, T)
+    """Rows of E, h and db from those of dh and B d + b; and the terms of the gradients of the norms' parameters."""
+    row = tile + local
     live = row < rows
-    b_ptr = vectors_ptr + MU1
-    sums_ptr += program * 4 * R1
-    d0, d1 = gather_rows(u_ptr, row, live, height, width, R1, L1, L10, L11, US, KEEP, False)
+    j = tl.arange(0, BLOCK)
+    mask = live[:, None] & (j < R1)[None, :]
+    place = row[:, None] * R1 + j[None, :]
+    dh = tl.load(h_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(db_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    a = gather(u_ptr, tile, local, live, height, width, 0, j, R1, US, KEEP, V1).to(tl.float32)
     mean = tl.load(stats_ptr + row * 3, mask=live, other=0.0)
     scale_a = tl.load(stats_ptr + row * 3 + 1, mask=live, other=0.0)
     scale_b = tl.load(stats_ptr + row * 3 + 2, mask=live, other=0.0)
-    g0, g1 = load_floats(grad_ptr, row, live, C, C0, C1)
+    weight_a, weight_b = load_below(b_ptr + R1, j, mask), load_below(b_ptr + 3 * R1, j, mask)
+    a = a * scale_a[:, None] - (mean * scale_a)[:, None]
+    b *= scale_b[:, None]
+    p = a * weight_a + load_below(b_ptr + 2 * R1, j, mask)
+    q = b * weight_b + load_below(b_ptr + 4 * R1, j, mask)
+    h = p * q
     if DROP:
         keep = tl.load(keep_ptr + row // (height * width), mask=live, other=0.0)[:, None]
-        g0 *= keep
-        g1 *= keep
-    g0, g1 = g0.to(d0.dtype), g1.to(d0.dtype)
-    if DROP:
-        store_rows(gy_ptr, row, live, g0, g1, C, C0, C1)
-    level_a = tl.zeros((T,), tl.float32)
-    along_a = tl.zeros((T,), tl.float32)
-    level_b = tl.zeros((T,), tl.float32)
-    along_b = tl.zeros((T,), tl.float32)
-    for start in tl.range(0, R1, J, num_stages=STAGES):
-        j = columns(start, J)
-        dh, unit_a, p, unit_b, q = mu1_chunk(
-            g0, g1, d0, d1, u_ptr, B_ptr, C_ptr, b_ptr, row, live, height, width, mean, scale_a, scale_b, j,
-            C, C0, C1, R1, L1, L10, L11, US, KEEP, ALIGNED,
-        )  # fmt: skip
-        grad_a = dh * q * tl.load(b_ptr + R1 + j)[None, :]
-        grad_b = dh * p * tl.load(b_ptr + 3 * R1 + j)[None, :]
-        level_a += tl.sum(grad_a, 1)
-        along_a += tl.sum(grad_a * unit_a, 1)
-        level_b += tl.sum(grad_b, 1)
-        along_b += tl.sum(grad_b * unit_b, 1)
-    dd0 = tl.zeros((T, L10), tl.float32)
-    dd1 = tl.zeros((T, L11 if L11 > 0 else 16), tl.float32)
-    for start in tl.range(0, R1, J, num_stages=STAGES):
-        j = columns(start, J)
-        dh, unit_a, p, unit_b, q = mu1_chunk(
-            g0, g1, d0, d1, u_ptr, B_ptr, C_ptr, b_ptr, row, live, height, width, mean, scale_a, scale_b, j,
-            C, C0, C1, R1, L1, L10, L11, US, KEEP, ALIGNED,
-        )  # fmt: skip
-        tl.store(h_ptr + row[:, None] * R1 + j[None, :], (p * q).to(d0.dtype), mask=live[:, None])
-        dp = dh * q
-        dq = dh * p
-        tl.store(sums_ptr + j, tl.sum(dp * unit_a, 0))
-        tl.store(sums_ptr + R1 + j, tl.sum(dp, 0))
-        tl.store(sums_ptr + 2 * R1 + j, tl.sum(dq * unit_b, 0))
-        tl.store(sums_ptr + 3 * R1 + j, tl.sum(dq, 0))
-        grad_a = dp * tl.load(b_ptr + R1 + j)[None, :]
-        grad_a = (grad_a - level_a[:, None] / R1 - unit_a * along_a[:, None] / R1) * scale_a[:, None]
-        tl.store(E_ptr + row[:, None] * US + j[None, :], grad_a.to(d0.dtype), mask=live[:, None])
-        grad_b = dq * tl.load(b_ptr + 3 * R1 + j)[None, :]
-        grad_b = (grad_b - level_b[:, None] / R1 - unit_b * along_b[:, None] / R1) * scale_b[:, None]
-        grad_b = grad_b.to(d0.dtype)
-        tl.store(db_ptr + row[:, None] * R1 + j[None, :], grad_b, mask=live[:, None])
-        dd0, dd1 = spread(grad_b, B_ptr, j, dd0, dd1, R1, L1, L10, L11, L1, 1)
-    store_low(E_ptr + R1, row, live, dd0, dd1, US, L1, L10, L11)
-    store_low(d_ptr, row, live, d0, d1, SD1, L1, L10, L11)
-    store_column(d_ptr + L1, row, live, tl.full((T,), 1.0, tl.float32), SD1)
+        h *= keep
+        dh *= keep
+    tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask=mask)
+    dp, dq = dh * q, dh * p
+    grad_a, grad_b = dp * weight_a, dq * weight_b
+    level_a, along_a = tl.sum(grad_a, 1) * scale_a / R1, tl.sum(grad_a * a, 1) * scale_a / R1
+    level_b, along_b = tl.sum(grad_b, 1) * scale_b / R1, tl.sum(grad_b * b, 1) * scale_b / R1
+    grad_a = grad_a * scale_a[:, None] - level_a[:, None] - a * along_a[:, None]
+    grad_b = grad_b * scale_b[:, None] - level_b[:, None] - b * along_b[:, None]
+    tl.store(E_ptr + row[:, None] * US + j[None, :], grad_a.to(E_ptr.dtype.element_ty), mask=mask)
+    tl.store(db_ptr + place, grad_b.to(db_ptr.dtype.element_ty), mask=mask)
+    return dp * a, dp, dq * b, dq
 
 
 @triton.jit
 def unshift(
-    E_ptr, du_ptr, rows, height, width,
-    R1: tl.constexpr, L1: tl.constexpr, US: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
-    T: tl.constexpr, J: tl.constexpr, LOW: tl.constexpr,
+    E_ptr, tile, local, live, height, width, first, j, R: tl.constexpr, STRIDE: tl.constexpr, KEEP: tl.constexpr,
+    V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of u: each entry goes back to where it came from, and at the border it also stayed."""
-    row = tl.program_id(0) * T + tl.arange(0, T)
-    live = row < rows
-    for start in range(0, R1, J):
-        unshift_columns(E_ptr, du_ptr, row, live, height, width, 0, columns(start, J), R1, R1, US, KEEP, ALIGNED)
-    # past the last column zeros, as a matrix product reads them too
-    unshift_columns(E_ptr, du_ptr, row, live, height, width, R1, columns(0, LOW), L1, US - R1, US, KEEP, False)
-
-
-@triton.jit
-def unshift_columns(
-    E_ptr, du_ptr, row, live, height, width, first, j, R: tl.constexpr, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
-    KEEP: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    a, b, c, d, _, _, _, _ = neighbours(row, height, width, KEEP)
+    """Columns `first + j` of the gradient of u: each goes back to where it came from, and at the border it stayed."""
+    a, b, c, d, _, _, _, _ = neighbours(tile, local, height, width, KEEP)
     quarter = (j * 4) // R
     # u moved down in the first quarter, so that its gradient comes from below: the second quarter's neighbour
     came = pick(quarter, b, a, d, c)
     inside = live[:, None] & (j < R)[None, :]
-    here = row[:, None] * STRIDE + (first + j)[None, :]
-    place = here + came * STRIDE
-    if ALIGNED:  # eight channels always move together
-        place = tl.max_contiguous(tl.multiple_of(place, [1, 8]), [1, 8])
-    grad = tl.load(E_ptr + place, mask=inside & (came != 0), other=0.0).to(tl.float32)
+    here = (tile + local)[:, None] * STRIDE + (first + j)[None, :]
+    place = tl.max_contiguous(tl.multiple_of(here + came * STRIDE, [1, V]), [1, V])
+    grad = tl.load(E_ptr + place, mask=tl.max_constancy(inside & (came != 0), [1, V]), other=0.0)
     if KEEP:
-        stayed = pick(quarter, a, b, c, d) == 0
-        grad += tl.load(E_ptr + here, mask=inside & stayed, other=0.0).to(tl.float32)
-    tl.store(du_ptr + here, grad.to(du_ptr.dtype.element_ty), mask=live[:, None] & (j < WIDTH)[None, :])
+        stayed = tl.max_constancy(inside & (pick(quarter, a, b, c, d) == 0), [1, V])
+        kept = tl.load(E_ptr + here, mask=stayed, other=0.0)
+        grad = (grad.to(tl.float32) + kept.to(tl.float32)).to(grad.dtype)
+    return grad
+
+
+@triton.jit
+def lift_back(
+    E_ptr, x_ptr, grad_ptr, keep_ptr, AD_ptr, vectors_ptr, du_ptr, out_ptr, n_ptr, sums_ptr, rows, height, width, eps,
+    C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, R1: tl.constexpr, L1: tl.constexpr, U: tl.constexpr,
+    US: tl.constexpr, LOW: tl.constexpr, V1: tl.constexpr, VL1: tl.constexpr, KEEP: tl.constexpr, DROP: tl.constexpr,
+    BLOCK: tl.constexpr, T: tl.constexpr, STEP: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """From E through shift and lift, which gives du, and then as `norm_back` does, STEP rows at a time."""
+    tile = tl.program_id(0) * T
+    local = tl.arange(0, T)
+    row = tile + local
+    live = row < rows
+    dn0 = tl.zeros((T, C0), tl.float32)
+    dn1 = tl.zeros((T, C1 if C1 > 0 else 16), tl.float32)
+    for start in tl.range(0, R1, J, num_stages=STAGES):
+        j = columns(start, J)
+        du = unshift(E_ptr, tile, local, live, height, width, 0, j, R1, US, KEEP, V1)
+        tl.store(du_ptr + row[:, None] * US + j[None, :], du, mask=live[:, None])
+        dn0, dn1 = spread(du, AD_ptr, j, dn0, dn1, U, C, C0, C1, C, 1)
+    j = columns(0, LOW)
+    du = unshift(E_ptr, tile, local, live, height, width, R1, j, L1, US, KEEP, VL1)
+    # past the last column zeros, as a matrix product reads them too
+    tl.store(du_ptr + row[:, None] * US + (R1 + j)[None, :], du, mask=live[:, None] & (j < US - R1)[None, :])
+    dn0, dn1 = spread(du, AD_ptr, R1 + j, dn0, dn1, U, C, C0, C1, C, 1, R1 + LOW > U)
+    # dn waits in the cache, where the result will be: a product's rows are spread over too many threads for a norm
+    store_rows(out_ptr, row, live, dn0, dn1, C, C0, C1)
+    tl.debug_barrier()
+    sums = norm_sums(STEP, BLOCK)
+    for start in tl.range(tile, tile + T, STEP, num_stages=1):
+        sums = norm_rows(
+            out_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, start + tl.arange(0, STEP), rows,
+            height * width, eps, C, True, DROP, BLOCK,
+        )  # fmt: skip
+    store_sums(sums_ptr, sums, C, BLOCK)
 
 
 @triton.jit
 def norm_back(
-    dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums_ptr, rows, tokens, eps,
-    C: tl.constexpr, SN: tl.constexpr, WRITE: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
+    dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, sums_ptr, rows, tokens, eps,
+    C: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Through the norm ahead of a Mu-Layer and along the shortcut; if asked the norm's output; and sums over rows: the
-    gradients of the norm's weight and bias and of the layer's last bias."""
-    program = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < C
-    weight = tl.load(vectors_ptr + column, mask=inside, other=0.0)[None, :]
-    bias = tl.load(vectors_ptr + C + column, mask=inside, other=0.0)[None, :]
-    sum_weight = tl.zeros((BLOCK,), tl.float32)
-    sum_bias = tl.zeros((BLOCK,), tl.float32)
-    sum_last = tl.zeros((BLOCK,), tl.float32)
-    for start in range(program * T, rows, tl.num_programs(0) * T):
+    """Through the norm ahead of a Mu-Layer and along the shortcut."""
+    sums = norm_sums(T, BLOCK)
+    for start in range(tl.program_id(0) * T, rows, tl.num_programs(0) * T):
         row = start + tl.arange(0, T)
-        mask = (row < rows)[:, None] & inside[None, :]
-        place = row[:, None] * C + column[None, :]
-        x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        dn = tl.load(dn_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
-        x = tl.where(mask, x - (tl.sum(x, 1) / C)[:, None], 0.0)
-        scale = (1 / tl.sqrt(tl.sum(x * x, 1) / C + eps))[:, None]
-        x *= scale
-        sum_weight += tl.sum(dn * x, 0)
-        sum_bias += tl.sum(dn, 0)
-        if DROP:
-            sum_last += tl.sum(grad * tl.load(keep_ptr + row // tokens, mask=row < rows, other=0.0)[:, None], 0)
-        else:
-            sum_last += tl.sum(grad, 0)
-        if WRITE:
-            n = x * weight + bias
-            place_n = n_ptr + row[:, None] * SN + column[None, :]
-            tl.store(place_n, n.to(n_ptr.dtype.element_ty), mask=mask)
-            ones = tl.full((T,), 1.0, tl.float32)
-            store_column(n_ptr + C, row, row < rows, ones, SN)
-        dn *= weight
-        level = (tl.sum(dn, 1) / C)[:, None]
-        along = (tl.sum(dn * x, 1) / C)[:, None]
-        grad += (dn - level - x * along) * scale
-        tl.store(out_ptr + place, grad.to(out_ptr.dtype.element_ty), mask=mask)
-    sums_ptr += program * 3 * C
-    tl.store(sums_ptr + column, sum_weight, mask=inside)
-    tl.store(sums_ptr + C + column, sum_bias, mask=inside)
-    tl.store(sums_ptr + 2 * C + column, sum_last, mask=inside)
+        sums = norm_rows(
+            dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, out_ptr, sums, row, rows, tokens, eps,
+            C, False, DROP, BLOCK,
+        )  # fmt: skip
+    store_sums(sums_ptr, sums, C, BLOCK)
+
+
+@triton.jit
+def norm_sums(STEP: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums over steps that are to come: the gradients of a norm's weight and bias and of its layer's last bias."""
+    none = tl.zeros((STEP, BLOCK), tl.float32)
+    return none, none, none
+
+
+@triton.jit
+def store_sums(ptr, sums, C: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    ptr += tl.program_id(0) * len(sums) * C
+    for i in tl.static_range(len(sums)):
+        tl.store(ptr + i * C + column, tl.sum(sums[i], 0), mask=column < C)
+
+
+@triton.jit
+def norm_rows(
+    dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, row, rows, tokens, eps,
+    C: tl.constexpr, WRITE: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of the gradient of x; if asked, of the norm's output next to a column of ones; and the sums with them."""
+    sum_weight, sum_bias, sum_last = sums
+    live = row < rows
+    column = tl.arange(0, BLOCK)
+    mask = live[:, None] & (column < C)[None, :]
+    place = row[:, None] * C + column[None, :]
+    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    dn = tl.load(dn_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    weight = load_below(vectors_ptr, column, mask)
+    x -= (tl.sum(x, 1) / C)[:, None]
+    if BLOCK > C:
+        x = tl.where(mask, x, 0.0)
+    scale = (1 / tl.sqrt(tl.sum(x * x, 1) / C + eps))[:, None]
+    x *= scale
+    sum_weight += dn * x
+    sum_bias += dn
+    if DROP:
+        sum_last += grad * tl.load(keep_ptr + row // tokens, mask=live, other=0.0)[:, None]
+    else:
+        sum_last += grad
+    if WRITE:
+        n = x * weight + load_below(vectors_ptr + C, column, mask)
+        tl.store(n_ptr + row[:, None] * (C + 8) + column[None, :], n.to(n_ptr.dtype.element_ty), mask=mask)
+        store_column(n_ptr + C, row, live, tl.full(row.shape, 1.0, tl.float32), C + 8)
+    dn *= weight
+    level = (tl.sum(dn, 1) / C)[:, None]
+    along = (tl.sum(dn * x, 1) / C)[:, None]
+    grad += (dn - level - x * along) * scale
+    tl.store(out_ptr + place, grad.to(out_ptr.dtype.element_ty), mask=mask)
+    return sum_weight, sum_bias, sum_last

@@ -14,6 +14,7 @@ from multilinear.kernels.block_parts import (
     affine,
     columns,
     extras,
+    factor,
     gather,
     gather_rows,
     load_floats,
@@ -53,34 +54,21 @@ def lift(
 
 
 @triton.jit
-def factor(
-    d0, d1, B_ptr, b_ptr, R: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr,
-    L: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr,
-):  # fmt: skip
-    """B d + b, whose rows have mean 0."""
-    j = columns(0, R0)
-    q0 = multiply(d0, d1, B_ptr, j, L, L0, L1, R, 1, L, False) + tl.load(b_ptr + j)[None, :]
-    q1 = q0
-    if R1 > 0:
-        j = columns(R0, R1)
-        q1 = multiply(d0, d1, B_ptr, j, L, L0, L1, R, 1, L, False) + tl.load(b_ptr + j)[None, :]
-    return q0, q1
-
-
-@triton.jit
 def mu1(
     x_ptr, u_ptr, out_ptr, stats_ptr, keep_ptr, B_ptr, C_ptr, vectors_ptr, rows, height, width, eps,
     C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr, R1: tl.constexpr, R10: tl.constexpr, R11: tl.constexpr,
     L1: tl.constexpr, L10: tl.constexpr, L11: tl.constexpr, US: tl.constexpr,
-    MU1: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr, TRAIN: tl.constexpr, DROP: tl.constexpr,
-    T: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
+    MU1: tl.constexpr, V1: tl.constexpr, VL1: tl.constexpr, KEEP: tl.constexpr, TRAIN: tl.constexpr,
+    DROP: tl.constexpr, T: tl.constexpr, J: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """x plus the rest of the first Mu-Layer from u on; in training also three numbers a row."""
-    row = tl.program_id(0) * T + tl.arange(0, T)
+    tile = tl.program_id(0) * T
+    local = tl.arange(0, T)
+    row = tile + local
     live = row < rows
     b_ptr = vectors_ptr + MU1
-    a0, a1 = gather_rows(u_ptr, row, live, height, width, 0, R1, R10, R11, US, KEEP, ALIGNED)
-    d0, d1 = gather_rows(u_ptr, row, live, height, width, R1, L1, L10, L11, US, KEEP, False)
+    a0, a1 = gather_rows(u_ptr, tile, local, live, height, width, 0, R1, R10, R11, US, KEEP, V1)
+    d0, d1 = gather_rows(u_ptr, tile, local, live, height, width, R1, L1, L10, L11, US, KEEP, VL1)
     a0, a1, mean, scale_a = unit_rows(a0.to(tl.float32), a1.to(tl.float32), eps, R1, R11)
     q0, q1 = factor(d0, d1, B_ptr, b_ptr, R1, R10, R11, L1, L10, L11)
     scale_b = 1 / tl.sqrt(row_sum(q0 * q0, q1 * q1, R11) / R1 + eps)
@@ -93,7 +81,7 @@ def mu1(
     for start in tl.range(0, R1, J, num_stages=STAGES):
         j = columns(start, J)
         # both branches come once more, from the cache: a whole row of them would not stay in registers
-        a = gather(u_ptr, row, live, height, width, 0, j, R1, US, KEEP, ALIGNED).to(tl.float32)
+        a = gather(u_ptr, tile, local, live, height, width, 0, j, R1, US, KEEP, V1).to(tl.float32)
         p = (a - mean[:, None]) * scale_a[:, None] * tl.load(b_ptr + R1 + j)[None, :]
         p += tl.load(b_ptr + 2 * R1 + j)[None, :]
         q = multiply(d0, d1, B_ptr, j, L1, L10, L11, R1, 1, L1, False) + tl.load(b_ptr + j)[None, :]

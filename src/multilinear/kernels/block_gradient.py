@@ -18,6 +18,7 @@ from multilinear.kernels.block import (
     poly_block,
     poly_block_now,
     sizes_of,
+    steps,
     tiles,
 )
 
@@ -86,7 +87,7 @@ def _second_layer(
     if plan is None or not plan.whole:
         # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], and Q the same of B
         torch.mm(Q, ready.low_stack, out=P[:, -low:])
-        out, sums, _ = _through_shared_norm(P @ ready.stack, mid, grad, keep, ready, s, eps, write=False)
+        out, sums = _through_shared_norm(P @ ready.stack, mid, grad, keep, ready, s, eps)
     terms = sums.new_empty(rank)
 
     def parameters() -> None:
@@ -106,21 +107,20 @@ def _second_layer(
 
 
 def _through_shared_norm(
-    dn: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes, eps: float, *, write: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of x; parts of the sums for those of the norm's weight and bias and of the layer's last bias; and
-    the norm's output next to a column of ones."""
+    dn: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x; and parts of the sums for those of the norm's weight and bias and of the layer's last bias."""
     rows = x.numel() // s.channels
     block = triton.next_power_of_2(s.channels)
     tile = max(1, 512 // block)  # one warp with 16 numbers a thread; measured on an H200
     programs = min(2112, triton.cdiv(rows, tile))
-    out, n = torch.empty_like(x), x.new_empty((rows, s.channels + 8) if write else 0)
+    out = torch.empty_like(x)
     sums = x.new_empty(programs, 3, s.channels, dtype=torch.float32)
     block_backward.norm_back[(programs,)](
-        dn, x, grad, keep, ready.vectors, out, n, sums, rows, x.shape[-3] * x.shape[-2], eps, C=s.channels,
-        SN=s.channels + 8, WRITE=write, DROP=keep is not None, BLOCK=block, T=tile, num_warps=1,
+        dn, x, grad, keep, ready.vectors, out, sums, rows, x.shape[-3] * x.shape[-2], eps, C=s.channels,
+        DROP=keep is not None, BLOCK=block, T=tile, num_warps=1,
     )  # fmt: skip
-    return out, sums, n
+    return out, sums
 
 
 def _first_layer(
@@ -129,29 +129,29 @@ def _first_layer(
 ) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
     """The gradient of the block's input, and what those of the first Mu-Layer are made of: two products, and what is
     summed up in the norm and in the layer. A third product is a gradient by itself."""
-    rows, channels, rank, low = x.numel() // s.channels, s.channels, s.rank1, s.low1
+    rows, channels, rank = x.numel() // s.channels, s.channels, s.rank1
     height, width = x.shape[-3:-1]
     tile = tiles(s)["mu1_back"]
     programs = triton.cdiv(rows, tile.tokens)
     kernel = block_backward.mu1_back
     fixed = constants(s, kernel.arg_names)
     E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, width) for width in (rank, rank, fixed["SD1"]))
-    gy = grad if keep is None else torch.empty_like(grad)
     sums = x.new_empty(programs, 4, rank, dtype=torch.float32)
     kernel[(programs,)](
-        grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, gy, h, db, d, sums, rows, height, width, **fixed,
-        KEEP=keep_border, DROP=keep is not None, T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages,
-        num_warps=tile.warps,
+        grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, h, db, d, sums, rows, height, width, **fixed,
+        KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), J=chunk(rank, tile.chunk), STAGES=tile.stages,
     )  # fmt: skip
-    du = torch.empty_like(u)
-    kernel = block_backward.unshift
-    kernel[(triton.cdiv(rows, 32),)](
-        E, du, rows, height, width, **constants(s, kernel.arg_names), KEEP=keep_border, T=32, J=chunk(rank),
-        LOW=triton.next_power_of_2(fixed["US"] - rank), num_warps=4,
+    tile = tiles(s)["lift_back"]
+    programs = triton.cdiv(rows, tile.tokens)
+    kernel = block_backward.lift_back
+    out, du, n = torch.empty_like(x), torch.empty_like(u), x.new_empty(rows, channels + 8)
+    norm_sums = x.new_empty(programs, 3, channels, dtype=torch.float32)
+    kernel[(programs,)](
+        E, x, grad, keep, ready.lifting, ready.vectors, du, out, n, norm_sums, rows, height, width, eps,
+        **constants(s, kernel.arg_names), LOW=max(16, triton.next_power_of_2(fixed["US"] - rank)), KEEP=keep_border,
+        DROP=keep is not None, **steps(tile, channels), J=chunk(rank, tile.chunk), STAGES=tile.stages,
     )  # fmt: skip
-    dn = du[:, : rank + low] @ ready.lifting
-    out, norm_sums, n = _through_shared_norm(dn, x, grad, keep, ready, s, eps, write=True)
-    _product(gy.view(rows, channels), h, found["mu1.C.weight"])
+    _product(grad.view(rows, channels), h, found["mu1.C.weight"])
     return out, (_product(du, n), _product(db, d)), (norm_sums, sums)
 
 

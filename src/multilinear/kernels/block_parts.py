@@ -69,11 +69,11 @@ def multiply(
 
 @triton.jit
 def spread(h, ptr, j, y0, y1, J: tl.constexpr, C: tl.constexpr, C0: tl.constexpr, C1: tl.constexpr,
-           SJ: tl.constexpr, SC: tl.constexpr):  # fmt: skip
+           SJ: tl.constexpr, SC: tl.constexpr, MASK_J: tl.constexpr = False):  # fmt: skip
     """Add columns `h` times rows j of a (J, C) matrix to (y0, y1)."""
-    y0 = tl.dot(h, load_matrix(ptr, j, columns(0, C0), J, C, SJ, SC, False, C0 > C), y0)
+    y0 = tl.dot(h, load_matrix(ptr, j, columns(0, C0), J, C, SJ, SC, MASK_J, C0 > C), y0)
     if C1 > 0:
-        y1 = tl.dot(h, load_matrix(ptr, j, columns(C0, C1), J, C, SJ, SC, False, C0 + C1 > C), y1)
+        y1 = tl.dot(h, load_matrix(ptr, j, columns(C0, C1), J, C, SJ, SC, MASK_J, C0 + C1 > C), y1)
     return y0, y1
 
 
@@ -154,10 +154,33 @@ def low_rank(
 
 
 @triton.jit
-def neighbours(row, height, width, KEEP: tl.constexpr):
-    """Where the four shifted quarters of each token come from: offsets in rows, and whether there is such a token."""
-    x = row % width
-    y = (row // width) % height
+def factor(
+    d0, d1, B_ptr, b_ptr, R: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr,
+    L: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr,
+):  # fmt: skip
+    """B d + b, whose rows have mean 0."""
+    j = columns(0, R0)
+    q0 = multiply(d0, d1, B_ptr, j, L, L0, L1, R, 1, L, False) + tl.load(b_ptr + j)[None, :]
+    q1 = q0
+    if R1 > 0:
+        j = columns(R0, R1)
+        q1 = multiply(d0, d1, B_ptr, j, L, L0, L1, R, 1, L, False) + tl.load(b_ptr + j)[None, :]
+    return q0, q1
+
+
+@triton.jit
+def remainder(x, divisor):
+    """x % divisor and x // divisor for small numbers, which need no division: far from rounding, as halves are."""
+    quotient = ((x.to(tl.float32) + 0.5) * (1.0 / divisor)).to(tl.int32)
+    return x - quotient * divisor, quotient
+
+
+@triton.jit
+def neighbours(tile, local, height, width, KEEP: tl.constexpr):
+    """Where the four shifted quarters of tokens `tile + local` come from: offsets in rows, and whether there is such a
+    token."""
+    x, lines = remainder(tile % width + local, width)
+    y, _ = remainder((tile // width) % height + lines, height)
     up, down = y > 0, y < height - 1
     left, right = x > 0, x < width - 1
     return tl.where(up, -width, 0), tl.where(down, width, 0), tl.where(left, -1, 0), tl.where(right, 1, 0), (
@@ -173,22 +196,22 @@ def pick(quarter, a, b, c, d):
 
 @triton.jit
 def gather(
-    u_ptr, row, live, height, width, first, j, R: tl.constexpr, STRIDE: tl.constexpr, KEEP: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    u_ptr, tile, local, live, height, width, first, j, R: tl.constexpr, STRIDE: tl.constexpr, KEEP: tl.constexpr,
+    V: tl.constexpr,
 ):  # fmt: skip
-    """Columns `first + j` of u after the spatial shift of its R channels that start at `first`."""
-    a, b, c, d, in_a, in_b, in_c, in_d = neighbours(row, height, width, KEEP)
+    """Columns `first + j` of u after the spatial shift of its R channels that start at `first`; V of them always move
+    together, and are loaded at once if the mask says so too."""
+    a, b, c, d, in_a, in_b, in_c, in_d = neighbours(tile, local, height, width, KEEP)
     quarter = (j * 4) // R
-    source = row[:, None] + pick(quarter, a, b, c, d)
+    source = (tile + local)[:, None] + pick(quarter, a, b, c, d)
     inside = live[:, None] & (j < R)[None, :]
     if not KEEP:
         inside = inside & (
             pick(quarter, in_a.to(tl.int32), in_b.to(tl.int32), in_c.to(tl.int32), in_d.to(tl.int32)) > 0
         )
     place = source * STRIDE + (first + j)[None, :]
-    if ALIGNED:  # eight channels always move together
-        place = tl.max_contiguous(tl.multiple_of(place, [1, 8]), [1, 8])
-    return tl.load(u_ptr + place, mask=inside, other=0.0)
+    place = tl.max_contiguous(tl.multiple_of(place, [1, V]), [1, V])
+    return tl.load(u_ptr + place, mask=tl.max_constancy(inside, [1, V]), other=0.0)
 
 
 @triton.jit
@@ -231,11 +254,11 @@ def store_low(
 
 @triton.jit
 def gather_rows(
-    u_ptr, row, live, height, width, first: tl.constexpr, R: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr,
-    STRIDE: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
+    u_ptr, tile, local, live, height, width, first: tl.constexpr, R: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr,
+    STRIDE: tl.constexpr, KEEP: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    x0 = gather(u_ptr, row, live, height, width, first, columns(0, R0), R, STRIDE, KEEP, ALIGNED)
+    x0 = gather(u_ptr, tile, local, live, height, width, first, columns(0, R0), R, STRIDE, KEEP, V)
     x1 = x0
     if R1 > 0:
-        x1 = gather(u_ptr, row, live, height, width, first, columns(R0, R1), R, STRIDE, KEEP, ALIGNED)
+        x1 = gather(u_ptr, tile, local, live, height, width, first, columns(R0, R1), R, STRIDE, KEEP, V)
     return x0, x1
