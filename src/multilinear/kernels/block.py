@@ -1,5 +1,6 @@
 """A Poly-Block with layer norms as one operator: its weights made ready, its kernels launched."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ class Sizes(NamedTuple):
         quarter of that; of more than 256 channels one large product after the other is faster.
         """
         exact = all(sum(parts(width)) == width for width in (self.channels, self.rank1))
-        whole = self.rank1 % 16 == 0 and self.rank2 % 16 == 0 and self.low1 % 4 == 0
+        whole = self.rank1 % 16 == 0 and self.rank1 > 16 and self.rank2 % 16 == 0 and self.low1 % 4 == 0
         fits = max(self.rank1, 4 * self.low1) <= self.channels <= max(TILES) and 4 * self.low2 <= 3 * self.channels
         return exact and whole and fits
 
@@ -49,6 +50,12 @@ def align(width: int) -> int:
 def chunk(width: int, most: int = 64) -> int:
     """The largest power of two, up to `most`, that divides `width`."""
     return min(most, width & -width)
+
+
+def chunk_of_many(s: "Sizes", most: int) -> int:
+    """The same for the channels and the first rank, of which there are two chunks or more: the kernels of the way back
+    load again what they have stored, and without a loop Triton 3.6 does not keep that order."""
+    return chunk(math.gcd(s.channels, s.rank1), min(most, s.rank1 // 2))
 
 
 class Prepared(NamedTuple):
@@ -162,7 +169,7 @@ class Tile(NamedTuple):
 # 8, two groups of warps share the rows of a product, and Triton 3.6 then computes some of them wrongly.
 TILES = {
     64: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 2), "mu2": Tile(64, 4, 32, 3),
-         "mu2_back": Tile(64, 4, 64, 2), "mu1_back": Tile(64, 4, 64, 2), "lift_back": Tile(64, 4, 32, 2)},
+         "mu2_back": Tile(64, 4, 64, 2), "mu1_back": Tile(64, 4, 32, 2), "lift_back": Tile(64, 4, 32, 2)},
     128: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(64, 4, 64, 2),
           "mu2_back": Tile(128, 8, 32, 3), "mu1_back": Tile(64, 4, 64, 2), "lift_back": Tile(64, 4, 32, 2)},
     192: {"lift": Tile(64, 4, 64, 3), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(128, 8, 32, 3),

@@ -13,6 +13,7 @@ from multilinear.kernels.block import (
     Prepared,
     Sizes,
     chunk,
+    chunk_of_many,
     constants,
     offsets,
     poly_block,
@@ -139,7 +140,7 @@ def _first_layer(
     sums = x.new_empty(programs, 4, rank, dtype=torch.float32)
     kernel[(programs,)](
         grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, h, db, d, sums, rows, height, width, **fixed,
-        KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), J=chunk(rank, tile.chunk), STAGES=tile.stages,
+        KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), J=chunk_of_many(s, tile.chunk), STAGES=tile.stages,
     )  # fmt: skip
     tile = tiles(s)["lift_back"]
     programs = triton.cdiv(rows, tile.tokens)
@@ -149,7 +150,7 @@ def _first_layer(
     kernel[(programs,)](
         E, x, grad, keep, ready.lifting, ready.vectors, du, out, n, norm_sums, rows, height, width, eps,
         **constants(s, kernel.arg_names), LOW=max(16, triton.next_power_of_2(fixed["US"] - rank)), KEEP=keep_border,
-        DROP=keep is not None, **steps(tile, channels), J=chunk(rank, tile.chunk), STAGES=tile.stages,
+        DROP=keep is not None, **steps(tile, channels), J=chunk_of_many(s, tile.chunk), STAGES=tile.stages,
     )  # fmt: skip
     _product(grad.view(rows, channels), h, found["mu1.C.weight"])
     return out, (_product(du, n), _product(db, d)), (norm_sums, sums)
