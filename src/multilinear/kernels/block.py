@@ -157,12 +157,14 @@ def offsets(s: Sizes) -> Offsets:
 
 
 class Tile(NamedTuple):
-    """Tokens of a tile, warps, hidden channels of a chunk, and chunks on their way from memory."""
+    """Tokens of a tile, warps, hidden channels of a chunk, chunks on their way from memory, and the most registers of a
+    thread, where fewer than Triton would take let more programs run."""
 
     tokens: int
     warps: int
     chunk: int
     stages: int
+    registers: int | None = None
 
 
 # Tiles of each kernel for blocks of up to so many channels, measured on an H200. 64 tokens always go with 4 warps: with
@@ -184,11 +186,11 @@ def tiles(s: Sizes) -> dict[str, Tile]:
     return next(table for most, table in TILES.items() if s.channels <= most)
 
 
-def steps(tile: Tile, width: int) -> dict[str, int]:
+def steps(tile: Tile, width: int) -> dict[str, int | None]:
     """The constants of a tile whose rows of `width` numbers are visited in steps, of eight numbers for each thread."""
     block = triton.next_power_of_2(width)
     step = min(tile.tokens, max(1, 256 * tile.warps // block))
-    return {"T": tile.tokens, "STEP": step, "BLOCK": block, "num_warps": tile.warps}
+    return {"T": tile.tokens, "STEP": step, "BLOCK": block, "num_warps": tile.warps, "maxnreg": tile.registers}
 
 
 def constants(s: Sizes, names: Sequence[str]) -> dict[str, int]:

@@ -85,9 +85,9 @@ def _second_layer(
             grad, n, d, stats, ready.A2, ready.B2, ready.C2, h, P, Q, rows, **fixed,
             T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
-    if plan is None or not plan.whole:
-        # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], and Q the same of B
         torch.mm(Q, ready.low_stack, out=P[:, -low:])
+    if plan is None or not plan.whole:
+        # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], as Q does the same of B
         out, sums = _through_shared_norm(P @ ready.stack, mid, grad, keep, ready, s, eps)
     terms = sums.new_empty(rank)
 
@@ -140,7 +140,8 @@ def _first_layer(
     sums = x.new_empty(programs, 4, rank, dtype=torch.float32)
     kernel[(programs,)](
         grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, h, db, d, sums, rows, height, width, **fixed,
-        KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), J=chunk_of_many(s, tile.chunk), STAGES=tile.stages,
+        KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), STAGES=tile.stages,
+        J=chunk_of_many(s, tile.chunk),
     )  # fmt: skip
     tile = tiles(s)["lift_back"]
     programs = triton.cdiv(rows, tile.tokens)

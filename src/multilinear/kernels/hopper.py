@@ -61,7 +61,7 @@ class First(NamedTuple):
     programs: int = 1
 
 
-FIRST = {64: First(3, 2, 168), 128: First(2, 2, 240), 192: First(2, 1, 240)}
+FIRST = {64: First(2, 2, 128, 2), 128: First(3, 1, 168), 192: First(2, 1, 240)}
 
 
 @lru_cache
@@ -161,7 +161,7 @@ def mu2_back(
     grad: Tensor, x: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, h: Tensor, P: Tensor, Q: Tensor,
     ready: "Prepared", s: "Sizes", plan: Plan, forms: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `block_backward.mu2_back` does. If the plan goes on, also what the products after it and
+    """What `block_backward.mu2_back` and the product for d after it do. If the plan goes on, also what the one for n and
     `block_backward.norm_back` do: the gradient of x, and parts of the sums for those of the norm's weight and bias and
     of the layer's last bias."""
     from multilinear.kernels import hopper_back
@@ -178,8 +178,7 @@ def mu2_back(
         _tiles(grad.view(rows, -1), 64, 64), _tiles(n, 64, 64), _tiles(n, 64, 16), _tiles(d, 64, j),
         _tiles(d, 64, narrow), _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(h, 64, j),
         _tiles(P, 64, j), _tiles(Q, 64, j), _tiles(P, 64, 64), _tiles(ready.A2, j, 64), _tiles(ready.A2, j, 16),
-        _tiles(ready.B2, j, j), _tiles(ready.B2, j, narrow), _tiles(ready.B2, j, 16), _tiles(ready.C2, 64, j),
-        _tiles(ready.low_gram, j, j),
+        _tiles(ready.B2, j, j), _tiles(ready.B2, j, narrow), _tiles(ready.C2, 64, j), _tiles(ready.low_gram, j, j),
         _tiles(ready.low_gram, j, narrow), _tiles(ready.D2, j, 64), _tiles(ready.gram, j, 64),
         stats, P, Q, ready.vectors, keep, sums, groups, rows, tokens, eps,
         C=s.channels, R2=s.rank2, L2=s.low2, P2=whole, TAIL=tail, J=j, GROUPS=plan.groups, SLOTS=plan.slots,

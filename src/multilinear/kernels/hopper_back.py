@@ -16,9 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from multilinear.kernels.hopper_back_steps import piece, shift_part, to_input, to_low
 from multilinear.kernels.hopper_parts import (
     accumulator,
-    across,
     along,
     items,
     piece_width,
@@ -36,7 +36,9 @@ from multilinear.kernels.hopper_stream import produce_back
 
 
 @gluon.jit
-def fetch_tokens(descs, buffers, bar, row, which, C: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr):
+def fetch_tokens(
+    descs, buffers, bar, row, which, C: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr
+):
     """Start copying what a tile reads."""
     grad_desc, n_desc, extra_desc, d_desc, tail_desc = descs[0], descs[1], descs[2], descs[3], descs[4]
     tiles_g, tiles_n, tiles_e, tiles_d, tiles_t = buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]
@@ -53,26 +55,17 @@ def fetch_tokens(descs, buffers, bar, row, which, C: gl.constexpr, P2: gl.conste
 
 
 @gluon.jit
-def piece(tiles, tails, place, q: gl.constexpr, P2: gl.constexpr):
-    """Piece q of the low rank."""
-    if q < P2:
-        return tiles.index(place * P2 + q)
-    else:
-        return tails.index(place)
-
-
-@gluon.jit
 def consume(
     which: gl.constexpr, descs, buffers, weights, bars, pointers, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr, FORMS: gl.constexpr, SP: gl.constexpr,
     SQ: gl.constexpr, DROP: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    x_desc, out_desc, h_desc, p_desc, q_desc, last_desc = descs[5], descs[6], descs[7], descs[8], descs[9], descs[10]
+    x_desc, h_desc, p_desc, q_desc, last_desc = descs[5], descs[7], descs[8], descs[9], descs[10]
     tiles_g, tiles_n, tiles_e, tiles_d, tiles_t, tiles_h, tiles_p, tiles_q, sums = buffers
-    weights_a, weights_e, weights_b, weights_t, weights_f, weights_c = weights
+    weights_a, weights_e, weights_b, weights_t, weights_c = weights
     full, empty, full_c, empty_c, full_x = bars
-    stats_ptr, P_ptr, Q_ptr, vectors_ptr, keep_ptr, sums_ptr = pointers
+    stats_ptr, P_ptr, Q_ptr, sums_ptr = pointers[0], pointers[1], pointers[2], pointers[5]
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
     RESIDENT: gl.constexpr = items(C, R2, J, PIECES, WHOLE) == SLOTS
@@ -98,16 +91,12 @@ def consume(
         mbarrier.wait(bar, 0 if WHOLE else turn & 1)
         total = row_zeros()
         shift = warpgroup_mma_init(zeros(16))
-        if WHOLE:
-            dns = ()
-            for k in gl.static_range(P):
-                dns = dns + (warpgroup_mma_init(zeros(64)),)
-            dds = ()
-            for q in gl.static_range(PIECES):
-                dds = dds + (warpgroup_mma_init(zeros(piece_width(q, P2, J, TAIL))),)
-        else:  # of these only what meets the extras
-            dns = ()
-            dds = (warpgroup_mma_init(zeros(16)),)
+        dds = ()
+        for q in gl.static_range(PIECES):
+            dds = dds + (warpgroup_mma_init(zeros(piece_width(q, P2, J, TAIL))),)
+        dns = ()
+        for k in gl.static_range(P if WHOLE else 0):
+            dns = dns + (warpgroup_mma_init(zeros(64)),)
         for i in range(R2 // J):
             slot, phase = slot_of(item, SLOTS, RESIDENT)
             slot_c, phase_c = slot_of(item_c, SLOTS_C, RESIDENT)
@@ -124,7 +113,7 @@ def consume(
             grad = zeros(J)
             for k in gl.static_range(P):
                 grad = times_columns(tiles_g.index(which * P + k), weights_c.index(slot_c * P + k), grad, k == 0)
-            done = warpgroup_mma_wait(0, deps=(first, second, grad, shift) + dns + dds)
+            done = warpgroup_mma_wait(0, deps=(first, second, grad, shift) + dds + dns)
             first, second, grad, shift = done[0], done[1], done[2], done[3]
             release(empty_c, slot_c, RESIDENT)
             if i > 0:  # the products that went on from the chunk before are over now
@@ -141,28 +130,21 @@ def consume(
             tma.async_copy_shared_to_global(p_desc, [row, J * i], p_tile)
             tma.async_copy_shared_to_global(q_desc, [row, J * i], q_tile)
             shift = times_columns(p_tile, weights_e.index(slot), shift, False)
-            if WHOLE:
-                dns = ()
-                for k in gl.static_range(P):
-                    dns = dns + (times_columns(p_tile, weights_a.index(slot * P + k), done[4 + k], False),)
-                dds = ()
-                for q in gl.static_range(PIECES):
-                    right = piece(weights_b, weights_t, slot, q, P2)
-                    dds = dds + (times_columns(q_tile, right, done[4 + P + q], False),)
-            else:
-                dds = (times_columns(q_tile, weights_f.index(slot), done[4], False),)
+            dds = ()
+            for q in gl.static_range(PIECES):
+                dds = dds + (times_columns(q_tile, piece(weights_b, weights_t, slot, q, P2), done[4 + q], False),)
+            dns = ()
+            for k in gl.static_range(P if WHOLE else 0):
+                dns = dns + (times_columns(p_tile, weights_a.index(slot * P + k), done[4 + PIECES + k], False),)
             item += 1
             item_c += 1
-        done = warpgroup_mma_wait(0, deps=(shift,) + dns + dds)
+        done = warpgroup_mma_wait(0, deps=(shift,) + dds + dns)
         release(empty, (item + SLOTS - 1) % SLOTS, RESIDENT)
         # of the gradient along a branch only the part along its normed values counts, not that along the norm's shift
         k_a = (shift_part(done[0], 0, 16) - scale_a * total) * scale_a / R2
         k_b = row_zeros() - scale_b * total
-        if WHOLE:
-            for q in gl.static_range(PIECES):
-                k_b += shift_part(done[1 + P + q], L2 - J * q, piece_width(q, P2, J, TAIL))
-        else:
-            k_b += shift_part(done[1], 0, 16)
+        for q in gl.static_range(PIECES):  # d's own extras are the last of its columns
+            k_b += shift_part(done[1 + q], L2 - J * q, piece_width(q, P2, J, TAIL))
         k_b = k_b * scale_b / R2
         for k in gl.static_range(P):
             tile = tiles_n.index(which * P + k)
@@ -179,10 +161,14 @@ def consume(
         j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
         store_columns(P_ptr, row, rows, R2 + C, gl.where(j == 0, along(k_a, 16), 0.0).to(kind), 16, SP, R2 + C + 8)
         store_columns(Q_ptr, row, rows, R2 + L2, gl.where(j == 0, along(k_b, 16), 0.0).to(kind), 16, SQ, R2 + L2 + 8)
+        item = to_low(
+            which, buffers, weights, bars, pointers, done, k_b, row, rows, item,
+            C, R2, L2, P2, TAIL, J, SLOTS, FORMS, SP, RESIDENT,
+        )  # fmt: skip
         if WHOLE:
-            item = go_on(
-                which, descs, buffers, weights, bars, pointers, done, k_a, k_b, row, rows, tokens, item, eps,
-                C, R2, L2, P2, TAIL, J, SLOTS, FORMS, SP, DROP, RESIDENT,
+            item = to_input(
+                which, descs, buffers, weights, bars, pointers, done, k_a, row, rows, tokens, item, eps,
+                C, P2, TAIL, J, SLOTS, FORMS, DROP, RESIDENT,
             )  # fmt: skip
         turn += 1
         group += gl.num_programs(0)
@@ -193,140 +179,9 @@ def consume(
 
 
 @gluon.jit
-def go_on(
-    which: gl.constexpr, descs, buffers, weights, bars, pointers, done, k_a, k_b, row, rows, tokens, item, eps,
-    C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
-    SLOTS: gl.constexpr, FORMS: gl.constexpr, SP: gl.constexpr, DROP: gl.constexpr, RESIDENT: gl.constexpr,
-):  # fmt: skip
-    """From what the branches' gradients have left in `done` to the gradient of x."""
-    x_desc, out_desc = descs[5], descs[6]
-    tiles_g, tiles_n, tiles_d, tiles_t, sums = buffers[0], buffers[1], buffers[3], buffers[4], buffers[8]
-    weights_a, weights_b, weights_t = weights[0], weights[2], weights[3]
-    full, empty = bars[0], bars[1]
-    bar = bars[4].index(which)
-    P_ptr, vectors_ptr, keep_ptr = pointers[1], pointers[3], pointers[4]
-    P: gl.constexpr = C // 64
-    PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
-    kind: gl.constexpr = x_desc.dtype
-    linear_ptr = vectors_ptr + FORMS
-    low_linear_ptr = linear_ptr + C + L2
-    index = row + gl.arange(0, 64, layout=rows_layout())
-    # d's gradient: what the norm takes from it, through the form that gave the variance
-    dds = ()
-    for q in gl.static_range(PIECES):
-        dds = dds + (done[1 + P + q],)
-    for p in gl.static_range(PIECES):
-        slot, phase = slot_of(item, SLOTS, RESIDENT)
-        mbarrier.wait(full.index(slot), phase)
-        left = piece(tiles_d, tiles_t, which, p, P2)
-        new = ()
-        for q in gl.static_range(PIECES):
-            right = piece(weights_b, weights_t, slot, q, P2).slice(0, piece_width(p, P2, J, TAIL), 0)
-            new = new + (times_columns(left, right, dds[q], False),)
-        dds = warpgroup_mma_wait(0, deps=new + (zeros(16),))
-        release(empty, slot, RESIDENT)
-        item += 1
-    for q in gl.static_range(PIECES):
-        linear = across(low_linear_ptr, J * q, piece_width(q, P2, J, TAIL), L2) * 0.5
-        d = (dds[q] + along(k_b, piece_width(q, P2, J, TAIL)) * linear).to(kind)
-        store_columns(P_ptr, row, rows, R2 + C + 8 + J * q, d, piece_width(q, P2, J, TAIL), SP, R2 + C + 8 + L2)
-        piece(tiles_d, tiles_t, which, q, P2).store(d)
-    fence_async_shared()
-    # n's gradient in the same way, and from d
-    dns = ()
-    for k in gl.static_range(P):
-        dns = dns + (done[1 + k],)
-    for p in gl.static_range(PIECES):
-        slot, phase = slot_of(item, SLOTS, RESIDENT)
-        mbarrier.wait(full.index(slot), phase)
-        left = piece(tiles_d, tiles_t, which, p, P2)
-        new = ()
-        for k in gl.static_range(P):
-            right = weights_a.index(slot * P + k).slice(0, piece_width(p, P2, J, TAIL), 0)
-            new = new + (times_columns(left, right, dns[k], False),)
-        dns = warpgroup_mma_wait(0, deps=new + (zeros(16),))
-        release(empty, slot, RESIDENT)
-        item += 1
-    for c in gl.static_range(C // J):
-        slot, phase = slot_of(item, SLOTS, RESIDENT)
-        mbarrier.wait(full.index(slot), phase)
-        left = tiles_n.index(which * P + c * J // 64).slice(c * J % 64, J, 1)
-        new = ()
-        for k in gl.static_range(P):
-            new = new + (times_columns(left, weights_a.index(slot * P + k), dns[k], False),)
-        dns = warpgroup_mma_wait(0, deps=new + (zeros(16),))
-        release(empty, slot, RESIDENT)
-        item += 1
-    # through the norm, with x in place of n
-    tma.store_wait(0)
-    gl.thread_barrier()
-    mbarrier.expect(bar, C * 128)
-    for k in gl.static_range(P):
-        tma.async_copy_global_to_shared(x_desc, [row, 64 * k], bar, tiles_n.index(which * P + k))
-    keep = row_zeros() + 1.0
-    if DROP:
-        keep = gl.load(keep_ptr + index // tokens, mask=index < rows, other=0.0)
-    mbarrier.wait(bar, 1)
-    fulls = ()
-    for k in gl.static_range(P):
-        dn = dns[k] + k_a[:, None] * (across(linear_ptr, 64 * k, 64, C) * 0.5)
-        fulls = fulls + (dn,)
-    norm_back(tiles_n, tiles_g, sums, which, fulls, keep, vectors_ptr, eps, C, kind)
-    fence_async_shared()
-    for k in gl.static_range(P):
-        tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tiles_n.index(which * P + k))
-    return item
-
-
-@gluon.jit
-def shift_part(products, first: gl.constexpr, WIDTH: gl.constexpr):
-    """What of products with the extras, whose columns start at `first`, met a norm's shift."""
-    column = (gl.arange(0, WIDTH, layout=gl.SliceLayout(0, accumulator(WIDTH))) - first)[None, :]
-    return sum_rows(gl.where((column == 2) | (column == 4), products, 0.0))
-
-
-@gluon.jit
-def norm_back(
-    tiles_x, tiles_g, sums, which, dns, keep, vectors_ptr, eps, C: gl.constexpr, kind: gl.constexpr
-):  # fmt: skip
-    """Put the gradient of x in its place; add to the sums over rows that give those of the norm's weight and bias and
-    of the layer's last bias."""
-    P: gl.constexpr = C // 64
-    columns: gl.constexpr = gl.SliceLayout(0, accumulator(64))
-    total = row_zeros()
-    for k in gl.static_range(P):
-        total += gl.sum(tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32), 1)
-    mean = total / C
-    total = row_zeros()
-    for k in gl.static_range(P):
-        x = tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
-        total += gl.sum(x * x, 1)
-    scale = gl.rsqrt(total / C + eps)
-    level = row_zeros()
-    follow = row_zeros()
-    for k in gl.static_range(P):
-        x = (tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32) - mean[:, None]) * scale[:, None]
-        dn = dns[k] * across(vectors_ptr, 64 * k, 64, C)
-        level += gl.sum(dn, 1)
-        follow += gl.sum(dn * x, 1)
-        place = which * 3 * P + k
-        sums.index(place).store(sums.index(place).load(columns) + gl.sum(dns[k] * x, 0))
-        sums.index(place + P).store(sums.index(place + P).load(columns) + gl.sum(dns[k], 0))
-        grad = tiles_g.index(which * P + k).load(accumulator(64)).to(gl.float32) * keep[:, None]
-        sums.index(place + 2 * P).store(sums.index(place + 2 * P).load(columns) + gl.sum(grad, 0))
-    level = (level / C)[:, None]
-    follow = (follow / C)[:, None]
-    for k in gl.static_range(P):
-        x = (tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32) - mean[:, None]) * scale[:, None]
-        dn = dns[k] * across(vectors_ptr, 64 * k, 64, C) - level - x * follow
-        grad = tiles_g.index(which * P + k).load(accumulator(64)).to(gl.float32)
-        tiles_x.index(which * P + k).store((grad + dn * scale[:, None]).to(kind))
-
-
-@gluon.jit
 def mu2_back(
     grad_desc, n_desc, extra_desc, d_desc, tail_desc, x_desc, out_desc, h_desc, p_desc, q_desc, last_desc,
-    a_desc, e_desc, b_desc, t_desc, f_desc, c_desc, low_desc, low_tail_desc, down_desc, gram_desc,
+    a_desc, e_desc, b_desc, t_desc, c_desc, low_desc, low_tail_desc, down_desc, gram_desc,
     stats_ptr, P_ptr, Q_ptr, vectors_ptr, keep_ptr, sums_ptr, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr, FORMS: gl.constexpr, SP: gl.constexpr,
@@ -350,7 +205,6 @@ def mu2_back(
     weights_e = gl.allocate_shared_memory(kind, [SLOTS, J, 16], e_desc.layout)
     weights_b = gl.allocate_shared_memory(kind, [SLOTS * P2 if P2 > 0 else 1, J, J], b_desc.layout)
     weights_t = gl.allocate_shared_memory(kind, [SLOTS if TAIL > 0 else 1, J, REST], t_desc.layout)
-    weights_f = gl.allocate_shared_memory(kind, [1 if WHOLE else SLOTS, J, 16], f_desc.layout)
     weights_c = gl.allocate_shared_memory(kind, [SLOTS_C * P, 64, J], c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -367,9 +221,9 @@ def mu2_back(
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()
     descs = (grad_desc, n_desc, extra_desc, d_desc, tail_desc, x_desc, out_desc, h_desc, p_desc, q_desc, last_desc)
-    sources = (a_desc, e_desc, b_desc, t_desc, f_desc, c_desc, low_desc, low_tail_desc, down_desc, gram_desc)
+    sources = (a_desc, e_desc, b_desc, t_desc, c_desc, low_desc, low_tail_desc, down_desc, gram_desc)
     buffers = (tiles_g, tiles_n, tiles_e, tiles_d, tiles_t, tiles_h, tiles_p, tiles_q, sums)
-    weights = (weights_a, weights_e, weights_b, weights_t, weights_f, weights_c)
+    weights = (weights_a, weights_e, weights_b, weights_t, weights_c)
     bars = (full, empty, full_c, empty_c, full_x)
     pointers = (stats_ptr, P_ptr, Q_ptr, vectors_ptr, keep_ptr, sums_ptr)
     gl.static_assert(GROUPS == 2)
@@ -378,5 +232,5 @@ def mu2_back(
                    GROUPS, SLOTS, SLOTS_C, FORMS, SP, SQ, DROP, WHOLE)),
         (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
                    GROUPS, SLOTS, SLOTS_C, FORMS, SP, SQ, DROP, WHOLE)),
-        (produce_back, (sources, weights, bars, groups, C, R2, L2, P2, TAIL, J, SLOTS, SLOTS_C, WHOLE)),
+        (produce_back, (sources, weights, bars, groups, C, R2, P2, TAIL, J, SLOTS, SLOTS_C, WHOLE)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -1,7 +1,7 @@
 """The first Mu-Layer from u on, on Hopper: the same as `block_forward.mu1` where tokens at the border stay.
 
-Each processor runs one program for good and keeps the weights. Groups of four warps take 64 tokens each; the shift is where
-a tile's copy of u comes from, and the next tile is on its way meanwhile.
+Each processor runs its programs for good and keeps the weights. Groups of four warps take 64 tokens each; the shift is
+where a tile's copy of u comes from, and the next tile is on its way meanwhile.
 """
 
 from triton.experimental import gluon

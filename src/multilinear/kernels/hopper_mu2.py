@@ -1,7 +1,8 @@
 """The second Mu-Layer on Hopper: the same as `block_forward.mu2`, with products that overlap all else.
 
-Each processor runs one program for good. One warp copies weights into a ring of tiles; two or three groups of four warps take 64
-tokens each and share what comes. While a chunk of the hidden width goes on to the output the next one is multiplied.
+Each processor runs one program for good. One warp copies weights into a ring of tiles, or once and for all if they fit;
+two or three groups of four warps take 64 tokens each and share what comes. While a chunk of the hidden width goes on to
+the output the next one is multiplied.
 """
 
 from triton.experimental import gluon

@@ -32,9 +32,9 @@ def piece_width(piece, whole, chunk, tail):
 
 
 @gluon.constexpr_function
-def items(channels, rank, chunk, pieces, forms):
-    """How many items of weights a tile reads: chunks of the hidden width and, if asked, those of both forms."""
-    return rank // chunk + (channels // chunk + 2 * pieces if forms else 0)
+def items(channels, rank, chunk, pieces, both):
+    """How many items of weights a tile reads: chunks of the hidden width, and of the second form or of both."""
+    return rank // chunk + pieces + (channels // chunk + pieces if both else 0)
 
 
 @gluon.jit

@@ -34,8 +34,8 @@ def produce(
             item = put_form(h_desc, i_desc, J * p, full, empty, tiles_b, tiles_t, item, P2, TAIL, J, SLOTS, RESIDENT)
         for i in range(R2 // J):
             item, item_c = put_chunk(
-                a_desc, e_desc, b_desc, t_desc, e_desc, c_desc, (tiles_a, tiles_e, tiles_b, tiles_t, tiles_e, tiles_c),
-                full, empty, full_c, empty_c, i, item, item_c, C, P2, TAIL, J, SLOTS, SLOTS_C, RESIDENT, -1,
+                a_desc, e_desc, b_desc, t_desc, c_desc, (tiles_a, tiles_e, tiles_b, tiles_t, tiles_c), full, empty,
+                full_c, empty_c, i, item, item_c, C, P2, TAIL, J, SLOTS, SLOTS_C, RESIDENT,
             )  # fmt: skip
         group += gl.num_programs(0)
 
@@ -71,12 +71,12 @@ def put_low(
 @gluon.jit
 def produce_back(
     descs, weights, bars, groups,
-    C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
+    C: gl.constexpr, R2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
     SLOTS: gl.constexpr, SLOTS_C: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """The same for the way back: chunk by chunk, then both forms' or, of each chunk, B's extras by themselves."""
-    a_desc, e_desc, b_desc, t_desc, f_desc, c_desc, low_desc, low_tail_desc, down_desc, gram_desc = descs
-    weights_a, weights_e, weights_b, weights_t, weights_f, weights_c = weights
+    """The same for the way back: chunk by chunk, then the second form's, then D and the first form's."""
+    a_desc, e_desc, b_desc, t_desc, c_desc, low_desc, low_tail_desc, down_desc, gram_desc = descs
+    weights_a, _, weights_b, weights_t, _ = weights
     full, empty, full_c, empty_c, _ = bars
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
@@ -89,10 +89,10 @@ def produce_back(
     while group < groups:
         for i in range(R2 // J):
             item, item_c = put_chunk(
-                a_desc, e_desc, b_desc, t_desc, f_desc, c_desc, weights, full, empty, full_c, empty_c, i, item, item_c,
-                C, P2, TAIL, J, SLOTS, SLOTS_C, RESIDENT, -1 if WHOLE else L2,
+                a_desc, e_desc, b_desc, t_desc, c_desc, weights, full, empty, full_c, empty_c, i, item, item_c,
+                C, P2, TAIL, J, SLOTS, SLOTS_C, RESIDENT,
             )  # fmt: skip
-        for p in range(PIECES if WHOLE else 0):
+        for p in range(PIECES):
             item = put_form(low_desc, low_tail_desc, J * p, full, empty, weights_b, weights_t, item, P2, TAIL, J, SLOTS,
                             RESIDENT)  # fmt: skip
         for p in range(PIECES if WHOLE else 0):
@@ -104,22 +104,20 @@ def produce_back(
 
 @gluon.jit
 def put_chunk(
-    a_desc, e_desc, b_desc, t_desc, f_desc, c_desc, weights, full, empty, full_c, empty_c, i, item, item_c,
+    a_desc, e_desc, b_desc, t_desc, c_desc, weights, full, empty, full_c, empty_c, i, item, item_c,
     C: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr, SLOTS: gl.constexpr,
-    SLOTS_C: gl.constexpr, RESIDENT: gl.constexpr, EXTRAS: gl.constexpr,
+    SLOTS_C: gl.constexpr, RESIDENT: gl.constexpr,
 ):  # fmt: skip
-    """Chunk i of A with its extras, of B and of C; and B's extras by themselves, if it is said where they are."""
-    tiles_a, tiles_e, tiles_b, tiles_t, tiles_f, tiles_c = weights
+    """Chunk i of A with its extras, of B and of C."""
+    tiles_a, tiles_e, tiles_b, tiles_t, tiles_c = weights
     P: gl.constexpr = C // 64
     slot, phase = slot_of(item, SLOTS, RESIDENT)
     bar = full.index(slot)
     claim(empty, slot, phase, RESIDENT)
-    mbarrier.expect(bar, (C + 16 + J * P2 + TAIL + (0 if EXTRAS < 0 else 16)) * J * 2)
+    mbarrier.expect(bar, (C + 16 + J * P2 + TAIL) * J * 2)
     for k in gl.static_range(P):
         tma.async_copy_global_to_shared(a_desc, [J * i, 64 * k], bar, tiles_a.index(slot * P + k))
     tma.async_copy_global_to_shared(e_desc, [J * i, C], bar, tiles_e.index(slot))
-    if EXTRAS >= 0:
-        tma.async_copy_global_to_shared(f_desc, [J * i, EXTRAS], bar, tiles_f.index(slot))
     put_low(b_desc, t_desc, J * i, bar, tiles_b, tiles_t, slot, P2, TAIL, J)
     slot, phase = slot_of(item_c, SLOTS_C, RESIDENT)
     bar = full_c.index(slot)
