@@ -319,4 +319,10 @@ class CudaGraphs(nn.Module):
 def _graph(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     if device.type != "cuda":
         raise MultilinearError(f"backend 'graph' needs a model on an NVIDIA GPU, this one is on {device}")
-    return CudaGraphs(InType(model, dtype))
+    model = InType(model, dtype)
+    if torch.cuda.get_device_capability(device)[0] >= 7:  # or there is no Triton to compile with
+        torch._dynamo.config.recompile_limit = 64  # blocks of one width share one compilation
+        for block in model.modules():
+            if isinstance(block, PolyBlock) and not block.fuses():
+                block.compile()
+    return CudaGraphs(model)

@@ -231,12 +231,16 @@ def poly_block_now(
     u = x.new_empty(rows, align(s.rank1 + s.low1))
     out, mid = torch.empty_like(x), torch.empty_like(x)
     stats1, stats2 = (x.new_empty((rows, 3) if save else 0, dtype=torch.float32) for _ in range(2))
-    tile = tiles(s)["lift"]
-    kernel = block_forward.lift
-    kernel[(triton.cdiv(rows, tile.tokens),)](
-        x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
-        T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    ahead = hopper.plan_lift(s) if x.is_cuda else None
+    if ahead is not None:
+        hopper.lift(x, u, ready, s, ahead, offsets(s).bias, eps)
+    else:
+        tile = tiles(s)["lift"]
+        kernel = block_forward.lift
+        kernel[(triton.cdiv(rows, tile.tokens),)](
+            x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
+            T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     first = hopper.plan_first(s, height, width, keep_border) if x.is_cuda else None
     if first is not None:
         hopper.mu1(x, u, mid, stats1, keep1, ready, s, first, offsets(s).mu1, eps, save)

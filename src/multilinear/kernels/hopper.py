@@ -52,8 +52,8 @@ BACK = {
 
 
 class First(NamedTuple):
-    """How a processor shares out the first Mu-Layer: groups of warps, tiles that each keeps, registers of a thread, and
-    programs at a time."""
+    """How a processor shares out the first Mu-Layer: groups of warps, tiles of x that each keeps (with none, x comes
+    where u was), registers of a thread, and programs at a time."""
 
     groups: int
     tiles: int
@@ -61,7 +61,8 @@ class First(NamedTuple):
     programs: int = 1
 
 
-FIRST = {64: First(2, 2, 128, 2), 128: First(3, 1, 168), 192: First(2, 1, 240)}
+FIRST = {64: First(2, 2, 128, 2), 128: First(3, 1, 168), 192: First(2, 1, 240), 256: First(2, 0, 240)}
+LIFT = {64: First(2, 2, 80, 3), 128: First(2, 2, 240), 192: First(2, 2, 240)}
 
 
 @lru_cache
@@ -70,6 +71,13 @@ def plan_first(s: "Sizes", height: int, width: int, keep_border: bool) -> First 
     known = triton.__version__.startswith(VERSIONS) and keep_border and min(height, width) > 2
     fits = s.rank1 == s.channels and s.low1 % 8 == 0 and s.low1 <= 64
     return FIRST.get(s.channels) if known and fits else None
+
+
+@lru_cache
+def plan_lift(s: "Sizes") -> First | None:
+    """The same for the step ahead of its shift."""
+    known = triton.__version__.startswith(VERSIONS)
+    return LIFT.get(s.channels) if known and s.rank1 == s.channels and s.low1 % 8 == 0 and s.low1 <= 64 else None
 
 
 @lru_cache
@@ -113,6 +121,20 @@ def _tiles(matrix: Tensor, height: int, width: int) -> Any:
 
     layout = language.NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=16, rank=2)
     return TensorDescriptor(matrix, [*matrix.shape], [*matrix.stride()], [height, width], layout)
+
+
+def lift(x: Tensor, u: Tensor, ready: "Prepared", s: "Sizes", plan: First, bias: int, eps: float) -> None:
+    """What `block_forward.lift` does."""
+    from multilinear.kernels import hopper_lift
+
+    rows, low = len(u), max(16, triton.next_power_of_2(s.low1))
+    groups = triton.cdiv(rows, 64 * plan.groups)
+    hopper_lift.lift[(min(groups, plan.programs * _processors(x.device)),)](
+        _tiles(x.view(rows, -1), 64, 64), _tiles(u, 64, 64), _tiles(ready.lifting, 64, 64),
+        _tiles(ready.lifting, low, 64), u, ready.vectors, groups, rows, eps, C=s.channels, L1=s.low1, LOW=low,
+        STRIDE=u.stride(0), BIAS=bias, GROUPS=plan.groups, REGISTERS=plan.registers, num_warps=4,
+        maxnreg=plan.registers,
+    )  # fmt: skip
 
 
 def mu1(
@@ -161,7 +183,7 @@ def mu2_back(
     grad: Tensor, x: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, h: Tensor, P: Tensor, Q: Tensor,
     ready: "Prepared", s: "Sizes", plan: Plan, forms: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """What `block_backward.mu2_back` and the product for d after it do. If the plan goes on, also what the one for n and
+    """What `block_backward.mu2_back` and the product for d after it do. If the plan goes on, also what that for n and
     `block_backward.norm_back` do: the gradient of x, and parts of the sums for those of the norm's weight and bias and
     of the layer's last bias."""
     from multilinear.kernels import hopper_back

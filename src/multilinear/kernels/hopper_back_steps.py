@@ -10,6 +10,7 @@ from multilinear.kernels.hopper_parts import (
     along,
     piece_width,
     release,
+    row_norm,
     row_zeros,
     rows_layout,
     slot_of,
@@ -140,15 +141,7 @@ def norm_back(
     of the layer's last bias."""
     P: gl.constexpr = C // 64
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(64))
-    total = row_zeros()
-    for k in gl.static_range(P):
-        total += gl.sum(tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32), 1)
-    mean = total / C
-    total = row_zeros()
-    for k in gl.static_range(P):
-        x = tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
-        total += gl.sum(x * x, 1)
-    scale = gl.rsqrt(total / C + eps)
+    mean, scale = row_norm(tiles_x, which * P, eps, C)
     level = row_zeros()
     follow = row_zeros()
     for k in gl.static_range(P):

@@ -15,7 +15,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multilinear.kernels.hopper_parts import accumulator, across, operand, row_zeros, rows_layout, times, zeros
+from multilinear.kernels.hopper_parts import (
+    accumulator,
+    across,
+    fetch,
+    operand,
+    row_norm,
+    row_zeros,
+    rows_layout,
+    times,
+    zeros,
+)
 
 
 @gluon.constexpr_function
@@ -43,18 +53,13 @@ def shifted(row, first, R: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constex
 
 
 @gluon.jit
-def fetch(
-    x_desc, u_ptr, row, rows, grid, tiles_x, tiles_a, bar, place, C: gl.constexpr, STRIDE: gl.constexpr
-):  # fmt: skip
-    """Start copying a tile's x and the shifted first part of its u."""
-    mbarrier.expect(bar, C * 128)
-    for k in gl.static_range(C // 64):
-        tma.async_copy_global_to_shared(x_desc, [row, 64 * k], bar, tiles_x.index(place + k))
+def fetch_shifted(u_ptr, row, rows, grid, tiles, place, C: gl.constexpr, STRIDE: gl.constexpr):
+    """Start copying the shifted first part of a tile's u."""
     live = (row + gl.arange(0, 64, layout=gl.SliceLayout(1, copied())) < rows)[:, None]
     for k in gl.static_range(C // 64):
         where = u_ptr + shifted(row, 64 * k, C, 64, STRIDE, grid, copied())
         where = gl.max_contiguous(gl.multiple_of(where, [1, 16]), [1, 8])  # eight channels always move together
-        async_copy.async_copy_global_to_shared(tiles_a.index(place + k), where, mask=live)
+        async_copy.async_copy_global_to_shared(tiles.index(place + k), where, mask=live)
     async_copy.commit_group()
 
 
@@ -87,38 +92,34 @@ def consume(
     u_ptr, stats_ptr, keep_ptr, vectors_ptr = pointers
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
+    KEPT: gl.constexpr = TILES if TILES > 0 else 1
     b_ptr = vectors_ptr + MU1
     bias_ptr = vectors_ptr + 2 * C
     turn = 0
     group = gl.program_id(0)
     row = (group * GROUPS + which) * 64
-    fetch(x_desc, u_ptr, row, rows, grid, tiles_x, tiles_a, full_x.index(which * TILES), which * TILES * P, C, STRIDE)
+    if TILES > 0:
+        fetch(x_desc, row, full_x.index(which * KEPT), tiles_x, which * KEPT * P, C)
+    fetch_shifted(u_ptr, row, rows, grid, tiles_a, which * KEPT * P, C, STRIDE)
     low = load_low(u_ptr, row, rows, grid, C, L1, K1, STRIDE)
     mbarrier.wait(full_w, 0)
     while group < groups:
         row = (group * GROUPS + which) * 64
         ahead = row + gl.num_programs(0) * GROUPS * 64
-        mine = which * TILES + turn % TILES
+        mine = which * KEPT + turn % KEPT
         place = mine * P
         d = gl.convert_layout(low, operand())
         low = load_low(u_ptr, ahead, rows, grid, C, L1, K1, STRIDE)
         async_copy.wait_group(0)
-        mbarrier.wait(full_x.index(mine), (turn // TILES) & 1)
+        if TILES > 0:
+            mbarrier.wait(full_x.index(mine), (turn // KEPT) & 1)
         gl.thread_barrier()
         if TILES == 2:
             other = which * 2 + (turn + 1) % 2
             tma.store_wait(0)
-            fetch(x_desc, u_ptr, ahead, rows, grid, tiles_x, tiles_a, full_x.index(other), other * P, C, STRIDE)
-        # the first branch's norm
-        total = row_zeros()
-        for k in range(P):
-            total += gl.sum(tiles_a.index(place + k).load(accumulator(64)).to(gl.float32), 1)
-        mean = total / C
-        total = row_zeros()
-        for k in range(P):
-            a = tiles_a.index(place + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
-            total += gl.sum(a * a, 1)
-        scale_a = gl.rsqrt(total / C + eps)
+            fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
+            fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, other * P, C, STRIDE)
+        mean, scale_a = row_norm(tiles_a, place, eps, C)  # the first branch's norm
         # the second's, whose mean is zero
         total = row_zeros()
         for k in range(P):
@@ -151,6 +152,11 @@ def consume(
         keep = row_zeros() + 1.0
         if DROP:
             keep = gl.load(keep_ptr + index // tokens, mask=live, other=0.0)
+        if TILES == 0:  # x comes where u was
+            fence_async_shared()
+            gl.thread_barrier()
+            fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
+            mbarrier.wait(full_x.index(mine), turn & 1)
         for k in gl.static_range(P):
             tile = tiles_x.index(place + k)
             y = (ys[k] + across(bias_ptr, 64 * k, 64, C)) * keep[:, None]
@@ -158,14 +164,17 @@ def consume(
         fence_async_shared()
         for k in gl.static_range(P):
             tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tiles_x.index(place + k))
-        if TILES == 1:
-            gl.thread_barrier()
+        if TILES < 2:
             tma.store_wait(0)
-            fetch(x_desc, u_ptr, ahead, rows, grid, tiles_x, tiles_a, full_x.index(mine), place, C, STRIDE)
+            gl.thread_barrier()
+            if TILES == 1:
+                fetch(x_desc, ahead, full_x.index(mine), tiles_x, place, C)
+            fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE)
         turn += 1
         group += gl.num_programs(0)
     async_copy.wait_group(0)
-    mbarrier.wait(full_x.index(which * TILES + turn % TILES), (turn // TILES) & 1)
+    if TILES > 0:
+        mbarrier.wait(full_x.index(which * KEPT + turn % KEPT), (turn // KEPT) & 1)
     tma.store_wait(0)
 
 
@@ -179,14 +188,18 @@ def mu1(
     """x plus the rest of the first Mu-Layer from u on; in training also three numbers a row."""
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
-    tiles_x = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], x_desc.layout)
-    tiles_a = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], x_desc.layout)
+    KEPT: gl.constexpr = TILES if TILES > 0 else 1
+    tiles_a = gl.allocate_shared_memory(kind, [GROUPS * KEPT * P, 64, 64], x_desc.layout)
+    if TILES > 0:
+        tiles_x = gl.allocate_shared_memory(kind, [GROUPS * KEPT * P, 64, 64], x_desc.layout)
+    else:
+        tiles_x = tiles_a
     weights_b = gl.allocate_shared_memory(kind, [P, 64, K1], b_desc.layout)
     weights_c = gl.allocate_shared_memory(kind, [P * P, 64, 64], c_desc.layout)
     full_w = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full_x = gl.allocate_shared_memory(gl.int64, [GROUPS * TILES, 1], mbarrier.MBarrierLayout())
+    full_x = gl.allocate_shared_memory(gl.int64, [GROUPS * KEPT, 1], mbarrier.MBarrierLayout())
     mbarrier.init(full_w, count=1)
-    for i in gl.static_range(GROUPS * TILES):
+    for i in gl.static_range(GROUPS * KEPT):
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()
     mbarrier.expect(full_w, (K1 + C) * C * 2)

@@ -13,10 +13,13 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
     extras,
+    fetch,
     items,
+    normed,
     operand,
     piece_width,
     release,
+    row_norm,
     row_zeros,
     rows_layout,
     slot_of,
@@ -26,21 +29,6 @@ from multilinear.kernels.hopper_parts import (
     zeros,
 )
 from multilinear.kernels.hopper_stream import produce
-
-
-@gluon.jit
-def fetch(desc, row, bar, tiles, place, C: gl.constexpr):
-    """Start copying 64 rows of C columns."""
-    mbarrier.expect(bar, C * 128)
-    for k in gl.static_range(C // 64):
-        tma.async_copy_global_to_shared(desc, [row, 64 * k], bar, tiles.index(place + k))
-
-
-@gluon.jit
-def normed(tiles, place, mean, scale, weights_ptr, k: gl.constexpr, C: gl.constexpr, kind: gl.constexpr):
-    x = tiles.index(place + k).load(accumulator(64)).to(gl.float32)
-    x = (x - mean[:, None]) * scale[:, None]
-    return (x * across(weights_ptr, 64 * k, 64, C) + across(weights_ptr + C, 64 * k, 64, C)).to(kind)
 
 
 @gluon.jit
@@ -123,15 +111,7 @@ def consume(
             mbarrier.wait(full_x.index(mine), 0)
         else:
             mbarrier.wait(full_x.index(mine), (turn // 2) & 1)
-        total = row_zeros()
-        for k in gl.static_range(P):
-            total += gl.sum(tiles_x.index(place + k).load(accumulator(64)).to(gl.float32), 1)
-        mean = total / C
-        total = row_zeros()
-        for k in gl.static_range(P):
-            x = tiles_x.index(place + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
-            total += gl.sum(x * x, 1)
-        scale = gl.rsqrt(total / C + eps)
+        mean, scale = row_norm(tiles_x, place, eps, C)
         index = gl.arange(0, 64, layout=rows_layout())
         live = row + index < rows
         ns = ()

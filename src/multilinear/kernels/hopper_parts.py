@@ -5,7 +5,7 @@ A tile has 64 tokens, a row for each, and belongs to one group of four warps. Al
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
 
 
 @gluon.constexpr_function
@@ -116,3 +116,32 @@ def store_columns(
     index = row + gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(WIDTH)))[:, None]
     j = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, accumulator(WIDTH)))[None, :]
     gl.store(ptr + index * STRIDE + j, x, mask=(index < rows) & (j < LIMIT))
+
+
+@gluon.jit
+def fetch(desc, row, bar, tiles, place, C: gl.constexpr):
+    """Start copying 64 rows of C columns."""
+    mbarrier.expect(bar, C * 128)
+    for k in gl.static_range(C // 64):
+        tma.async_copy_global_to_shared(desc, [row, 64 * k], bar, tiles.index(place + k))
+
+
+@gluon.jit
+def normed(tiles, place, mean, scale, weights_ptr, k: gl.constexpr, C: gl.constexpr, kind: gl.constexpr):
+    x = tiles.index(place + k).load(accumulator(64)).to(gl.float32)
+    x = (x - mean[:, None]) * scale[:, None]
+    return (x * across(weights_ptr, 64 * k, 64, C) + across(weights_ptr + C, 64 * k, 64, C)).to(kind)
+
+
+@gluon.jit
+def row_norm(tiles, place, eps, C: gl.constexpr):
+    """The mean of each row of a tile's pieces, and what makes its variance 1."""
+    total = row_zeros()
+    for k in gl.static_range(C // 64):
+        total += gl.sum(tiles.index(place + k).load(accumulator(64)).to(gl.float32), 1)
+    mean = total / C
+    total = row_zeros()
+    for k in gl.static_range(C // 64):
+        x = tiles.index(place + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
+        total += gl.sum(x * x, 1)
+    return mean, gl.rsqrt(total / C + eps)

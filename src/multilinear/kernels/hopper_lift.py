@@ -1,0 +1,104 @@
+"""The step ahead of the shift on Hopper: the same as `block_forward.lift`.
+
+Each processor runs its programs for good and keeps the weights. Groups of four warps take 64 tokens each, and the next
+tile is on its way meanwhile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+
+from multilinear.kernels.hopper_parts import (
+    across,
+    fetch,
+    normed,
+    operand,
+    row_norm,
+    store_columns,
+    times,
+    zeros,
+)
+
+
+@gluon.jit
+def consume(
+    which: gl.constexpr, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps,
+    C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, STRIDE: gl.constexpr, BIAS: gl.constexpr,
+    GROUPS: gl.constexpr,
+):  # fmt: skip
+    tiles_x, tiles_u, weights, weights_low = buffers
+    full_w, full_x = bars
+    P: gl.constexpr = C // 64
+    kind: gl.constexpr = x_desc.dtype
+    bias_ptr = vectors_ptr + BIAS
+    out = tiles_u.index(which)
+    turn = 0
+    group = gl.program_id(0)
+    fetch(x_desc, (group * GROUPS + which) * 64, full_x.index(which * 2), tiles_x, which * 2 * P, C)
+    mbarrier.wait(full_w, 0)
+    while group < groups:
+        row = (group * GROUPS + which) * 64
+        ahead = row + gl.num_programs(0) * GROUPS * 64
+        mine = which * 2 + turn % 2
+        other = which * 2 + (turn + 1) % 2
+        mbarrier.wait(full_x.index(mine), (turn // 2) & 1)
+        gl.thread_barrier()  # all are done with the other tile
+        fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
+        mean, scale = row_norm(tiles_x, mine * P, eps, C)
+        ns = ()
+        for k in gl.static_range(P):
+            ns = ns + (gl.convert_layout(normed(tiles_x, mine * P, mean, scale, vectors_ptr, k, C, kind), operand()),)
+        for i in range(P):
+            part = zeros(64)
+            for k in gl.static_range(P):
+                part = times(ns[k], weights.index(i * P + k), part, k == 0)
+            part = warpgroup_mma_wait(0, deps=[part])
+            tma.store_wait(0)
+            out.store((part + across(bias_ptr, 64 * i, 64, C)).to(kind))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(u_desc, [row, 64 * i], out)
+        part = zeros(LOW)
+        for k in gl.static_range(P):
+            part = times(ns[k], weights_low.index(k), part, k == 0)
+        done = warpgroup_mma_wait(0, deps=(part,) + ns)
+        low = (done[0] + across(bias_ptr + C, 0, LOW, L1)).to(kind)
+        store_columns(u_ptr, row, rows, C, low, LOW, STRIDE, C + L1)
+        turn += 1
+        group += gl.num_programs(0)
+    mbarrier.wait(full_x.index(which * 2 + turn % 2), (turn // 2) & 1)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def lift(
+    x_desc, u_desc, w_desc, low_desc, u_ptr, vectors_ptr, groups, rows, eps,
+    C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, STRIDE: gl.constexpr, BIAS: gl.constexpr,
+    GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """u = [A1 | D1] norm(x) + bias."""
+    P: gl.constexpr = C // 64
+    kind: gl.constexpr = x_desc.dtype
+    tiles_x = gl.allocate_shared_memory(kind, [GROUPS * 2 * P, 64, 64], x_desc.layout)
+    tiles_u = gl.allocate_shared_memory(kind, [GROUPS, 64, 64], u_desc.layout)
+    weights = gl.allocate_shared_memory(kind, [P * P, 64, 64], w_desc.layout)
+    weights_low = gl.allocate_shared_memory(kind, [P, LOW, 64], low_desc.layout)
+    full_w = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full_x = gl.allocate_shared_memory(gl.int64, [GROUPS * 2, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full_w, count=1)
+    for i in gl.static_range(GROUPS * 2):
+        mbarrier.init(full_x.index(i), count=1)
+    fence_async_shared()
+    mbarrier.expect(full_w, (C + LOW) * C * 2)
+    for k in gl.static_range(P):
+        for i in gl.static_range(P):
+            tma.async_copy_global_to_shared(w_desc, [64 * i, 64 * k], full_w, weights.index(i * P + k))
+        tma.async_copy_global_to_shared(low_desc, [C, 64 * k], full_w, weights_low.index(k))
+    buffers = (tiles_x, tiles_u, weights, weights_low)
+    bars = (full_w, full_x)
+    gl.static_assert(GROUPS == 2)
+    gl.warp_specialize([
+        (consume, (0, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE, BIAS,
+                   GROUPS)),
+        (consume, (1, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE, BIAS,
+                   GROUPS)),
+    ], [4], [REGISTERS])  # fmt: skip
