@@ -171,11 +171,11 @@ class Tile(NamedTuple):
 # 8, two groups of warps share the rows of a product, and Triton 3.6 then computes some of them wrongly.
 TILES = {
     64: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 2), "mu2": Tile(64, 4, 32, 3),
-         "mu2_back": Tile(64, 4, 64, 2), "mu1_back": Tile(64, 4, 32, 2), "lift_back": Tile(64, 4, 32, 2)},
+         "mu2_back": Tile(64, 4, 64, 2), "mu1_back": Tile(64, 4, 32, 2, 128), "lift_back": Tile(64, 4, 32, 3)},
     128: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(64, 4, 64, 2),
           "mu2_back": Tile(128, 8, 32, 3), "mu1_back": Tile(64, 4, 64, 2), "lift_back": Tile(64, 4, 32, 2)},
     192: {"lift": Tile(64, 4, 64, 3), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(128, 8, 32, 3),
-          "mu2_back": Tile(128, 8, 32, 2), "mu1_back": Tile(64, 4, 64, 2), "lift_back": Tile(64, 4, 32, 2)},
+          "mu2_back": Tile(128, 8, 32, 2), "mu1_back": Tile(64, 4, 64, 2, 168), "lift_back": Tile(64, 4, 32, 2)},
     256: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(128, 8, 32, 2),
           "mu2_back": Tile(64, 4, 32, 2), "mu1_back": Tile(64, 4, 32, 2), "lift_back": Tile(64, 4, 32, 2)},
 }  # fmt: skip
