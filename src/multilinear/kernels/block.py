@@ -241,7 +241,7 @@ def poly_block_now(
             x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
             T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    first = hopper.plan_first(s, height, width, keep_border) if x.is_cuda else None
+    first = hopper.plan_first(s, rows, height, width, keep_border) if x.is_cuda else None
     if first is not None:
         hopper.mu1(x, u, mid, stats1, keep1, ready, s, first, offsets(s).mu1, eps, save)
     else:

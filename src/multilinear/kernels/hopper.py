@@ -66,9 +66,10 @@ LIFT = {64: First(2, 2, 80, 3), 128: First(2, 2, 240), 192: First(2, 2, 240)}
 
 
 @lru_cache
-def plan_first(s: "Sizes", height: int, width: int, keep_border: bool) -> First | None:
+def plan_first(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The plan for the first Mu-Layer, or None if the kernel does not take it."""
-    known = triton.__version__.startswith(VERSIONS) and keep_border and min(height, width) > 2
+    exact = min(height, width) > 2 and rows * max(height, width) < 2**32  # see `reciprocal`
+    known = triton.__version__.startswith(VERSIONS) and keep_border and exact
     fits = s.rank1 == s.channels and s.low1 % 8 == 0 and s.low1 <= 64
     return FIRST.get(s.channels) if known and fits else None
 
@@ -94,11 +95,11 @@ def plan_back(s: "Sizes") -> Plan | None:
 
 
 def _plan(plans: dict[tuple[int, int], Plan], s: "Sizes") -> Plan | None:
-    if not triton.__version__.startswith(VERSIONS) or s.low2 % 8:
+    # what is kept, and how it goes round, was counted for the published hidden width
+    if not triton.__version__.startswith(VERSIONS) or s.rank2 != 3 * s.channels or s.low2 % 8:
         return None
     fitting = (plan for (channels, most), plan in plans.items() if s.channels == channels and s.low2 <= most)
-    plan = next(fitting, None)
-    return None if plan is None or s.rank2 % plan.chunk else plan
+    return next(fitting, None)
 
 
 def pieces(low: int, chunk: int) -> tuple[int, int]:
@@ -112,6 +113,16 @@ def pieces(low: int, chunk: int) -> tuple[int, int]:
 @lru_cache
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def reciprocal(divisor: int) -> int:
+    """What a number is multiplied with, and then divided by 2^32, in place of a division: exact if the number times the
+    divisor is less than that. It has 31 bits from 3 on.
+
+    >>> 783 * reciprocal(28) >> 32
+    27
+    """
+    return -(-(2**32) // divisor)
 
 
 def _tiles(matrix: Tensor, height: int, width: int) -> Any:
@@ -150,7 +161,7 @@ def mu1(
     hopper_mu1.mu1[(min(groups, plan.programs * _processors(x.device)),)](
         _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(ready.B1, 64, low),
         _tiles(ready.C1, 64, 64), u, stats, keep, ready.vectors, groups, rows, height * width, height, width,
-        -(-(2**32) // height), -(-(2**32) // width), eps, C=s.channels, L1=s.low1, K1=low, STRIDE=u.stride(0),
+        reciprocal(height), reciprocal(width), eps, C=s.channels, L1=s.low1, K1=low, STRIDE=u.stride(0),
         MU1=start, GROUPS=plan.groups, TILES=plan.tiles, TRAIN=save, DROP=keep is not None, REGISTERS=plan.registers,
         num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip

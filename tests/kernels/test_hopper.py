@@ -1,0 +1,72 @@
+"""Which blocks the Hopper kernels take, and the numbers they are launched with; what they compute is tested on a GPU."""
+
+import pytest
+import triton
+from hypothesis import given
+from hypothesis import strategies as st
+
+from multilinear.kernels import hopper
+from multilinear.kernels.block import Sizes
+
+
+def block(channels, shrinkage):
+    return Sizes(channels, channels, channels // shrinkage, 3 * channels, 3 * channels // shrinkage)
+
+
+@pytest.fixture(autouse=True)
+def tried_version(monkeypatch):
+    """As with a version of Triton that was tried; plans are remembered, so forget them."""
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    plans = hopper.plan_for, hopper.plan_back, hopper.plan_first, hopper.plan_lift
+    for plan in plans:
+        plan.cache_clear()
+    yield
+    for plan in plans:
+        plan.cache_clear()
+
+
+@given(st.integers(1, 300), st.sampled_from([32, 64]))
+def test_pieces_hold_the_low_rank_and_five_columns(low, chunk):
+    whole, rest = hopper.pieces(low, chunk)
+    assert rest in (0, 16, 32) and rest < chunk
+    assert low + 5 <= whole * chunk + rest < low + 5 + chunk
+
+
+@given(st.integers(3, 2**16), st.data())
+def test_a_product_stands_for_a_division(divisor, data):
+    number = data.draw(st.integers(0, (2**32 - 1) // divisor))
+    assert hopper.reciprocal(divisor) < 2**31
+    assert number * hopper.reciprocal(divisor) >> 32 == number // divisor
+
+
+@pytest.mark.parametrize(("channels", "shrinkage"), [(64, 8), (128, 8), (192, 8), (192, 4), (256, 8)])
+def test_published_widths_have_plans(channels, shrinkage):
+    sizes = block(channels, shrinkage)
+    assert sizes.served()
+    assert hopper.plan_for(sizes, save=False) is not None
+    # in training n is written from where it is staged
+    assert hopper.plan_for(sizes, save=True).staged
+    assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is not None
+
+
+@pytest.mark.parametrize("sizes", [block(48, 4), block(96, 4), block(384, 8), Sizes(64, 64, 8, 256, 24), Sizes(64, 64, 8, 192, 28)])
+def test_others_have_none(sizes):
+    assert hopper.plan_for(sizes, save=False) is None
+    assert hopper.plan_back(sizes) is None
+
+
+def test_the_first_layer_needs_a_border_that_stays_and_a_grid_that_divides_exactly():
+    sizes = block(64, 8)
+    assert hopper.plan_first(sizes, 784, 28, 28, keep_border=False) is None
+    assert hopper.plan_first(sizes, 56, 2, 28, keep_border=True) is None
+    assert hopper.plan_first(sizes, 2**24, 2**12, 2**12, keep_border=True) is None
+    assert hopper.plan_first(Sizes(64, 32, 8, 192, 24), 784, 28, 28, keep_border=True) is None
+    assert hopper.plan_lift(Sizes(64, 32, 8, 192, 24)) is None
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.7.0", "4.0.0"])
+def test_other_versions_of_triton_take_the_other_kernels(monkeypatch, version):
+    monkeypatch.setattr(triton, "__version__", version)
+    sizes = block(64, 8)
+    assert hopper.plan_for(sizes, save=False) is hopper.plan_back(sizes) is hopper.plan_lift(sizes) is None
+    assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is None
