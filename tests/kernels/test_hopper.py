@@ -1,4 +1,4 @@
-"""Which blocks the Hopper kernels take, and the numbers they are launched with; what they compute is tested on a GPU."""
+"""Which blocks the Hopper kernels take, and what they are launched with; what they compute is tested on a GPU."""
 
 import pytest
 import triton
@@ -49,7 +49,9 @@ def test_published_widths_have_plans(channels, shrinkage):
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is not None
 
 
-@pytest.mark.parametrize("sizes", [block(48, 4), block(96, 4), block(384, 8), Sizes(64, 64, 8, 256, 24), Sizes(64, 64, 8, 192, 28)])
+@pytest.mark.parametrize(
+    "sizes", [block(48, 4), block(96, 4), block(384, 8), Sizes(64, 64, 8, 256, 24), Sizes(64, 64, 8, 192, 28)]
+)
 def test_others_have_none(sizes):
     assert hopper.plan_for(sizes, save=False) is None
     assert hopper.plan_back(sizes) is None
