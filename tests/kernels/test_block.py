@@ -392,9 +392,21 @@ def test_cuda_inference_keeps_prepared_weights(small):
 
 
 @pytest.mark.gpu
-def test_cuda_training_with_and_without_kernels(calls):
+def test_cuda_takes_parts_of_other_tensors(calls):
+    """Neither the input nor the gradient starts at an address that a tile could be copied from."""
+    block = perturbed(PolyBlock(64, shrinkage=8)).cuda().bfloat16()
+    x, grad = (torch.randn(1 + 2 * 7 * 9 * 64, device="cuda").bfloat16()[1:].view(2, 7, 9, 64) for _ in range(2))
+    found, expected = run(block, x, grad), exact(block, x, grad)
+    assert len(calls) == 1
+    assert error(found[0], expected[0]) < 1e-2
+    close_gradients(block, found[1], expected[1], 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shrinkage", [4, 8])
+def test_cuda_training_with_and_without_kernels(shrinkage, calls):
     images, labels = torch.randn(32, 3, 32, 32, device="cuda"), torch.randint(10, (32,), device="cuda")
-    start = MONet(widths=(64,), depths=(2,), patches=(2,), num_classes=10).cuda()
+    start = MONet(widths=(64,), depths=(2,), patches=(2,), num_classes=10, shrinkage=shrinkage).cuda()
 
     def losses():
         net = copy.deepcopy(start)

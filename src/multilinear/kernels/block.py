@@ -47,6 +47,11 @@ def align(width: int) -> int:
     return -(-width // 8) * 8
 
 
+def aligned(x: Tensor) -> Tensor:
+    """The same from an address that tiles can be copied from, which not every part of another tensor has."""
+    return x.clone() if x.data_ptr() % 16 else x
+
+
 def chunk(width: int, most: int = 64) -> int:
     """The largest power of two, up to `most`, that divides `width`."""
     return min(most, width & -width)
@@ -226,6 +231,7 @@ def poly_block_now(
     """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, the first one's
     statistics, what the second's branches read, and its statistics."""
     s, ready = sizes_of(weights), Prepared(*prepared)
+    x = aligned(x)
     height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
     u = x.new_empty(rows, align(s.rank1 + s.low1))

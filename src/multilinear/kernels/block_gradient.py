@@ -12,6 +12,7 @@ from multilinear.kernels import BLOCK_PARAMETERS, block_backward, block_weights_
 from multilinear.kernels.block import (
     Prepared,
     Sizes,
+    aligned,
     chunk,
     chunk_of_many,
     constants,
@@ -194,6 +195,7 @@ def poly_block_backward_now(
         found = dict(zip(BLOCK_PARAMETERS, _gradients_of(weights), strict=True))
         named = {name: weight.contiguous() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
         u, mid, stats1, n, d, stats2 = saved
+        grad, x = aligned(grad), aligned(x)
         grad, sums2, terms, join = _second_layer(grad, mid, n, d, stats2, keep2, named, found, ready, s, eps)
         grad, products, sums1 = _first_layer(grad, x, u, stats1, keep1, found, ready, s, keep_border, eps)
         sums = _summed(*sums1, sums2, s)

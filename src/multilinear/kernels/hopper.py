@@ -36,18 +36,19 @@ class Plan(NamedTuple):
         return (240, 168) if self.groups == 2 else (160, 128)
 
 
-# By channels and the largest low rank; measured on an H200. In training n is also written, from where it is staged.
+# By channels and low rank, all of which were tried; measured on an H200. In training n is also written, from where it
+# is staged.
 FORWARD = {
-    (64, 27): Plan(64, 3, 6, 3, staged=False),
-    (128, 59): Plan(64, 2, 4, 2, staged=False),
-    (192, 75): Plan(64, 2, 3, 2),
+    (64, 24): Plan(64, 3, 6, 3, staged=False),
+    (128, 48): Plan(64, 2, 4, 2, staged=False),
+    (192, 72): Plan(64, 2, 3, 2),
     (192, 144): Plan(32, 2, 4, 3),
     (256, 96): Plan(32, 2, 3, 3, staged_low=True),
 }
 BACK = {
-    (64, 27): Plan(64, 2, 6, 3, whole=True),
-    (128, 59): Plan(64, 2, 2, 2),
-    (192, 75): Plan(32, 2, 2, 2),
+    (64, 24): Plan(64, 2, 6, 3, whole=True),
+    (128, 48): Plan(64, 2, 2, 2),
+    (192, 72): Plan(32, 2, 2, 2),
 }
 
 
@@ -61,8 +62,19 @@ class First(NamedTuple):
     programs: int = 1
 
 
-FIRST = {64: First(2, 2, 128, 2), 128: First(3, 1, 168), 192: First(2, 1, 240), 256: First(2, 0, 240)}
-LIFT = {64: First(2, 2, 80, 3), 128: First(2, 2, 240), 192: First(2, 2, 240)}
+FIRST = {
+    (64, 8): First(2, 2, 128, 2),
+    (128, 16): First(3, 1, 168),
+    (192, 24): First(2, 1, 240),
+    (192, 48): First(2, 1, 240),
+    (256, 32): First(2, 0, 240),
+}
+LIFT = {
+    (64, 8): First(2, 2, 80, 3),
+    (128, 16): First(2, 2, 240),
+    (192, 24): First(2, 2, 240),
+    (192, 48): First(2, 2, 240),
+}
 
 
 @lru_cache
@@ -70,15 +82,14 @@ def plan_first(s: "Sizes", rows: int, height: int, width: int, keep_border: bool
     """The plan for the first Mu-Layer, or None if the kernel does not take it."""
     exact = min(height, width) > 2 and rows * max(height, width) < 2**32  # see `reciprocal`
     known = triton.__version__.startswith(VERSIONS) and keep_border and exact
-    fits = s.rank1 == s.channels and s.low1 % 8 == 0 and s.low1 <= 64
-    return FIRST.get(s.channels) if known and fits else None
+    return FIRST.get((s.channels, s.low1)) if known and s.rank1 == s.channels else None
 
 
 @lru_cache
 def plan_lift(s: "Sizes") -> First | None:
     """The same for the step ahead of its shift."""
     known = triton.__version__.startswith(VERSIONS)
-    return LIFT.get(s.channels) if known and s.rank1 == s.channels and s.low1 % 8 == 0 and s.low1 <= 64 else None
+    return LIFT.get((s.channels, s.low1)) if known and s.rank1 == s.channels else None
 
 
 @lru_cache
@@ -96,10 +107,8 @@ def plan_back(s: "Sizes") -> Plan | None:
 
 def _plan(plans: dict[tuple[int, int], Plan], s: "Sizes") -> Plan | None:
     # what is kept, and how it goes round, was counted for the published hidden width
-    if not triton.__version__.startswith(VERSIONS) or s.rank2 != 3 * s.channels or s.low2 % 8:
-        return None
-    fitting = (plan for (channels, most), plan in plans.items() if s.channels == channels and s.low2 <= most)
-    return next(fitting, None)
+    known = triton.__version__.startswith(VERSIONS) and s.rank2 == 3 * s.channels
+    return plans.get((s.channels, s.low2)) if known else None
 
 
 def pieces(low: int, chunk: int) -> tuple[int, int]:

@@ -20,9 +20,9 @@ from multilinear.kernels.hopper_back_steps import piece, shift_part, to_input, t
 from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
-    items,
     piece_width,
     release,
+    resident,
     row_zeros,
     rows_layout,
     slot_of,
@@ -68,7 +68,7 @@ def consume(
     stats_ptr, P_ptr, Q_ptr, sums_ptr = pointers[0], pointers[1], pointers[2], pointers[5]
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
-    RESIDENT: gl.constexpr = items(C, R2, J, PIECES, WHOLE) == SLOTS
+    RESIDENT: gl.constexpr = resident(C, R2, J, PIECES, WHOLE, SLOTS, SLOTS_C)
     kind: gl.constexpr = x_desc.dtype
     item = 0
     item_c = 0
@@ -156,6 +156,7 @@ def consume(
             tile.store(d)
             store_columns(Q_ptr, row, rows, R2 + J * q, d, piece_width(q, P2, J, TAIL), SQ, R2 + L2)
         fence_async_shared()
+        gl.thread_barrier()  # all have written, and said so to the copies
         for k in gl.static_range(P):
             tma.async_copy_shared_to_global(last_desc, [row, R2 + 64 * k], tiles_n.index(which * P + k))
         j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]

@@ -33,8 +33,13 @@ def piece(tiles, tails, place, q: gl.constexpr, P2: gl.constexpr):
 @gluon.jit
 def shift_part(products, first: gl.constexpr, WIDTH: gl.constexpr):
     """What of products with the extras, whose columns start at `first`, met a norm's shift."""
-    column = (gl.arange(0, WIDTH, layout=gl.SliceLayout(0, accumulator(WIDTH))) - first)[None, :]
+    column = columns_from(-first, WIDTH)
     return sum_rows(gl.where((column == 2) | (column == 4), products, 0.0))
+
+
+@gluon.jit
+def columns_from(first, WIDTH: gl.constexpr):
+    return first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, accumulator(WIDTH)))[None, :]
 
 
 @gluon.jit
@@ -65,7 +70,8 @@ def to_low(
         item += 1
     for q in gl.static_range(PIECES):
         linear = across(low_linear_ptr, J * q, piece_width(q, P2, J, TAIL), L2) * 0.5
-        d = (dds[q] + along(k_b, piece_width(q, P2, J, TAIL)) * linear).to(tiles_d.dtype)
+        d = dds[q] + along(k_b, piece_width(q, P2, J, TAIL)) * linear
+        d = gl.where(columns_from(J * q, piece_width(q, P2, J, TAIL)) < L2, d, 0.0).to(tiles_d.dtype)
         store_columns(P_ptr, row, rows, R2 + C + 8 + J * q, d, piece_width(q, P2, J, TAIL), SP, R2 + C + 8 + L2)
         piece(tiles_d, tiles_t, which, q, P2).store(d)
     fence_async_shared()

@@ -14,11 +14,11 @@ from multilinear.kernels.hopper_parts import (
     across,
     extras,
     fetch,
-    items,
     normed,
     operand,
     piece_width,
     release,
+    resident,
     row_norm,
     row_zeros,
     rows_layout,
@@ -88,7 +88,7 @@ def consume(
     keep_ptr, n_ptr, d_ptr, stats_ptr, vectors_ptr = pointers
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
-    RESIDENT: gl.constexpr = items(C, R2, J, PIECES, True) == SLOTS
+    RESIDENT: gl.constexpr = resident(C, R2, J, PIECES, True, SLOTS, SLOTS_C)
     kind: gl.constexpr = x_desc.dtype
     linear_ptr = vectors_ptr + FORMS
     e_ptr, low_linear_ptr, constants_ptr = linear_ptr + C, linear_ptr + C + L2, linear_ptr + C + 2 * L2

@@ -32,9 +32,10 @@ def piece_width(piece, whole, chunk, tail):
 
 
 @gluon.constexpr_function
-def items(channels, rank, chunk, pieces, both):
-    """How many items of weights a tile reads: chunks of the hidden width, and of the second form or of both."""
-    return rank // chunk + pieces + (channels // chunk + pieces if both else 0)
+def resident(channels, rank, chunk, pieces, both, slots, slots_c):
+    """Whether both rings hold all that a tile reads: chunks of the hidden width, and of the second form or of both."""
+    items = rank // chunk + pieces + (channels // chunk + pieces if both else 0)
+    return items == slots and rank // chunk == slots_c
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from multilinear.kernels.hopper_parts import items, slot_of
+from multilinear.kernels.hopper_parts import resident, slot_of
 
 
 @gluon.jit
@@ -19,7 +19,7 @@ def produce(
     full, empty, full_c, empty_c, _ = bars
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
-    RESIDENT: gl.constexpr = items(C, R2, J, PIECES, True) == SLOTS
+    RESIDENT: gl.constexpr = resident(C, R2, J, PIECES, True, SLOTS, SLOTS_C)
     item = 0
     item_c = 0
     group = gl.program_id(0)
@@ -80,7 +80,7 @@ def produce_back(
     full, empty, full_c, empty_c, _ = bars
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
-    RESIDENT: gl.constexpr = items(C, R2, J, PIECES, WHOLE) == SLOTS
+    RESIDENT: gl.constexpr = resident(C, R2, J, PIECES, WHOLE, SLOTS, SLOTS_C)
     item = 0
     item_c = 0
     group = gl.program_id(0)
