@@ -115,10 +115,13 @@ def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
     """
     from multilinear.kernels.block import prepare, prepare_now
 
-    make = prepare if torch.compiler.is_compiling() else prepare_now
     with torch.no_grad():
-        prepared: list[Tensor] = make([weight.detach() for weight in weights], dtype)
-    return prepared
+        weights = [weight.detach() for weight in weights]
+        if torch.compiler.is_compiling():
+            prepared: list[Tensor] = prepare(weights, dtype)
+            return prepared
+        with torch.cuda.device_of(weights[0]):
+            return prepare_now(weights, dtype)
 
 
 def poly_block(
@@ -145,8 +148,10 @@ def poly_block(
     keep1, keep2 = kept or (None, None)
     if torch.compiler.is_compiling():
         out: Tensor = operator(x, keep1, keep2, list(weights), list(prepared), keep_border, eps, save)[0]
-    elif save:
-        out = block_gradient.PolyBlockNow.apply(x, keep1, keep2, prepared, keep_border, eps, *weights)
-    else:
-        out = poly_block_now(x, keep1, keep2, weights, prepared, keep_border, eps, save)[0]
+        return out
+    with torch.cuda.device_of(x):  # which may not be the current one
+        if save:
+            out = block_gradient.PolyBlockNow.apply(x, keep1, keep2, prepared, keep_border, eps, *weights)
+        else:
+            out = poly_block_now(x, keep1, keep2, weights, prepared, keep_border, eps, save)[0]
     return out

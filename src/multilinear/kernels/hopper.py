@@ -134,13 +134,18 @@ def reciprocal(divisor: int) -> int:
     return -(-(2**32) // divisor)
 
 
+@lru_cache
+def _layout(width: int) -> Any:
+    from triton.experimental.gluon import language
+
+    return language.NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=16, rank=2)
+
+
 def _tiles(matrix: Tensor, height: int, width: int) -> Any:
     """A matrix of which tiles are copied."""
-    from triton.experimental.gluon import language
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = language.NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=16, rank=2)
-    return TensorDescriptor(matrix, [*matrix.shape], [*matrix.stride()], [height, width], layout)
+    return TensorDescriptor(matrix, [*matrix.shape], [*matrix.stride()], [height, width], _layout(width))
 
 
 def lift(x: Tensor, u: Tensor, ready: "Prepared", s: "Sizes", plan: First, bias: int, eps: float) -> None:
