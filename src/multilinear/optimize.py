@@ -281,10 +281,11 @@ def _onnx(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Modu
 class CudaGraphs(nn.Module):
     """Replays one recorded CUDA graph for each shape and type of input; the least recently used of `GRAPHS` is dropped.
 
-    Inputs are copied into, and outputs out of, memory of the graph's own, so a result is the caller's to keep.
+    Inputs are copied into, and outputs out of, memory of the graph's own, so a result is the caller's to keep. Inputs
+    come to their type on the way.
     """
 
-    def __init__(self, network: nn.Module) -> None:
+    def __init__(self, network: InType) -> None:
         super().__init__()
         self.network = network
         self._graphs: OrderedDict[object, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = OrderedDict()
@@ -302,11 +303,13 @@ class CudaGraphs(nn.Module):
         return out.clone()
 
     def _record(self, images: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
-        static = images.clone()
+        static = images.to(self.network.dtype, copy=True)
         with torch.cuda.device(images.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):  # libraries set themselves up in the first passes, which a graph cannot hold
+                with kernels.compile_together():
+                    self.network(static)
                 for _ in range(3):
                     self.network(static)
             torch.cuda.current_stream().wait_stream(side)

@@ -4,7 +4,9 @@
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ _MU = ("A.weight", "A.bias", "D.weight", "D.bias", "B.weight", "B.bias", "C.weig
 BLOCK_PARAMETERS = ("norm1.weight", "norm1.bias", *(f"{mu}.{name}" for mu in ("mu1", "mu2") for name in _MU))
 
 _enabled = os.environ.get("MULTILINEAR_KERNELS", "1") != "0"
+_computing = True
 
 
 def use_kernels(enabled: bool) -> None:
@@ -24,6 +27,41 @@ def use_kernels(enabled: bool) -> None:
     """
     global _enabled
     _enabled = enabled
+
+
+@contextmanager
+def compile_together() -> Iterator[None]:
+    """Inside, the fused kernels of GPUs compute nothing and are compiled instead, all at the same time.
+
+    Run a training step in it on a batch of the size to come, and the first real one does not wait for one kernel after
+    the other. What the step computes is undefined: throw it away.
+
+    >>> with compile_together():
+    ...     y = torch.ones(1) * 2
+    >>> y.item()
+    2.0
+    """
+    global _computing
+    if not _enabled or not torch.cuda.is_available() or find_spec("triton") is None:
+        yield
+        return
+    from multilinear.kernels.launch import together
+
+    try:
+        _computing = False
+        with together():
+            yield
+    finally:
+        _computing = True
+
+
+def computing() -> bool:
+    """Whether kernels compute, so that what they write may be kept; not so inside `compile_together`.
+
+    >>> computing()
+    True
+    """
+    return _computing
 
 
 def blocks_for(dtype: torch.dtype) -> bool:

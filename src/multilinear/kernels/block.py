@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from multilinear.kernels import BLOCK_PARAMETERS, block_forward, block_weights, hopper
+from multilinear.kernels.launch import launch
 
 SIZED = tuple(BLOCK_PARAMETERS.index(name) for name in ("mu1.A.weight", "mu1.B.weight", "mu2.B.weight"))
 
@@ -124,13 +125,15 @@ def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     matrices = [wide * rank for rank in (s.rank1, s.low1, s.rank1, s.rank2, s.low2)]
     programs = sum(triton.cdiv(width + 1, columns) for width in (wide, low, s.low1))
     programs += sum(triton.cdiv(matrix, size) for matrix in matrices) + 11  # and as many vectors
-    kernel[(programs,)](
+    launch(
+        kernel, programs,
         *(weight.contiguous() for weight in weights), *ready, **constants(s, kernel.arg_names),
         ROWS=min(256, triton.next_power_of_2(s.rank2)), COLUMNS=columns, BLOCK=size, num_warps=8,
     )  # fmt: skip
     kernel = block_weights.grams
     programs = sum(triton.cdiv(width + 8, tile) * triton.cdiv(width + 1, tile) for width in (wide, low))
-    kernel[(programs,)](
+    launch(
+        kernel, programs,
         ready.first, ready.second, ready.stack, ready.low_stack, ready.vectors, **constants(s, kernel.arg_names),
         ROWS=128, TILE=tile, num_warps=4,
     )  # fmt: skip
@@ -243,7 +246,8 @@ def poly_block_now(
     else:
         tile = tiles(s)["lift"]
         kernel = block_forward.lift
-        kernel[(triton.cdiv(rows, tile.tokens),)](
+        launch(
+            kernel, triton.cdiv(rows, tile.tokens),
             x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
             T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -253,7 +257,8 @@ def poly_block_now(
     else:
         tile = tiles(s)["mu1"]
         kernel = block_forward.mu1
-        kernel[(triton.cdiv(rows, tile.tokens),)](
+        launch(
+            kernel, triton.cdiv(rows, tile.tokens),
             x, u, mid, stats1, keep1, ready.B1, ready.C1, ready.vectors, rows, height, width, eps,
             **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep1 is not None,
             T=tile.tokens, J=chunk(s.rank1, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
@@ -265,7 +270,8 @@ def poly_block_now(
     else:
         tile = tiles(s)["mu2"]
         kernel = block_forward.mu2
-        kernel[(triton.cdiv(rows, tile.tokens),)](
+        launch(
+            kernel, triton.cdiv(rows, tile.tokens),
             mid, out, keep2, n, d, stats2, ready.A2, ready.D2, ready.B2, ready.C2, ready.gram, ready.low_gram,
             ready.vectors, rows, height * width, eps, **constants(s, kernel.arg_names), DROP=keep2 is not None,
             TRAIN=save, T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages,

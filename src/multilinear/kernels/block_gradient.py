@@ -23,6 +23,7 @@ from multilinear.kernels.block import (
     steps,
     tiles,
 )
+from multilinear.kernels.launch import launch
 
 _NORM_B = "norm_b.weight", "norm_b.bias", "alpha"
 _SMALL = tuple(f"{part}.{name}" for part in ("A", "D", "B", "norm_a", "norm_b") for name in ("weight", "bias"))
@@ -82,7 +83,8 @@ def _second_layer(
         out, sums = hopper.mu2_back(grad, mid, n, d, stats, keep, h, P, Q, ready, s, plan, offsets(s).forms, eps)
     else:
         tile = tiles(s)["mu2_back"]
-        block_backward.mu2_back[(triton.cdiv(rows, tile.tokens),)](
+        launch(
+            block_backward.mu2_back, triton.cdiv(rows, tile.tokens),
             grad, n, d, stats, ready.A2, ready.B2, ready.C2, h, P, Q, rows, **fixed,
             T=tile.tokens, J=chunk(rank, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
@@ -99,7 +101,8 @@ def _second_layer(
         tall, wide = 64, 32
         across, low_across = (triton.cdiv(width + 1, wide) for width in (channels, low))
         programs = triton.cdiv(rank, tall) * (across + low_across + 2) + triton.cdiv(low, tall) * across
-        kernel[(programs,)](
+        launch(
+            kernel, programs,
             product, low_product, ready.first, ready.second, *(named[name] for name in SECOND_READS),
             *(found[name] for name in SECOND_WRITES), terms, **constants(s, kernel.arg_names),
             ROWS=tall, COLUMNS=wide, DEPTH=64, ALL=min(256, triton.next_power_of_2(rank)), num_warps=4,
@@ -118,7 +121,8 @@ def _through_shared_norm(
     programs = min(2112, triton.cdiv(rows, tile))
     out = torch.empty_like(x)
     sums = x.new_empty(programs, 3, s.channels, dtype=torch.float32)
-    block_backward.norm_back[(programs,)](
+    launch(
+        block_backward.norm_back, programs,
         dn, x, grad, keep, ready.vectors, out, sums, rows, x.shape[-3] * x.shape[-2], eps, C=s.channels,
         DROP=keep is not None, BLOCK=block, T=tile, num_warps=1,
     )  # fmt: skip
@@ -139,7 +143,8 @@ def _first_layer(
     fixed = constants(s, kernel.arg_names)
     E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, width) for width in (rank, rank, fixed["SD1"]))
     sums = x.new_empty(programs, 4, rank, dtype=torch.float32)
-    kernel[(programs,)](
+    launch(
+        kernel, programs,
         grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, h, db, d, sums, rows, height, width, **fixed,
         KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), STAGES=tile.stages,
         J=chunk_of_many(s, tile.chunk),
@@ -149,7 +154,8 @@ def _first_layer(
     kernel = block_backward.lift_back
     out, du, n = torch.empty_like(x), torch.empty_like(u), x.new_empty(rows, channels + 8)
     norm_sums = x.new_empty(programs, 3, channels, dtype=torch.float32)
-    kernel[(programs,)](
+    launch(
+        kernel, programs,
         E, x, grad, keep, ready.lifting, ready.vectors, du, out, n, norm_sums, rows, height, width, eps,
         **constants(s, kernel.arg_names), LOW=max(16, triton.next_power_of_2(fixed["US"] - rank)), KEEP=keep_border,
         DROP=keep is not None, **steps(tile, channels), J=chunk_of_many(s, tile.chunk), STAGES=tile.stages,
@@ -165,7 +171,8 @@ def _summed(first: Tensor, mu1: Tensor, second: Tensor, s: Sizes) -> Tensor:
     out = first.new_empty(parts, 6 * s.channels + 4 * s.rank1)
     kernel = block_weights_back.partial_sums
     programs = parts * (2 * triton.cdiv(3 * s.channels, columns) + triton.cdiv(4 * s.rank1, columns))
-    kernel[(programs,)](
+    launch(
+        kernel, programs,
         first, len(first), second, len(second), mu1, len(mu1), out, **constants(s, kernel.arg_names),
         PARTS=parts, ROWS=rows, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
@@ -178,7 +185,8 @@ def _finish(lifting: Tensor, factor: Tensor, sums: Tensor, terms: Tensor, named:
     tall, wide = 32, 64
     across, low_across = (triton.cdiv(width + 1, wide) for width in (s.channels, s.low1))
     programs = triton.cdiv(s.rank1, tall) * (across + low_across) + triton.cdiv(s.low1, tall) * across
-    kernel[(programs + 8,)](  # and as many vectors and sums
+    launch(
+        kernel, programs + 8,  # and as many vectors and sums
         lifting, factor, sums, *(named[name] for name in FIRST_READS), terms, *(found[name] for name in FIRST_WRITES),
         **constants(s, kernel.arg_names), PARTS=len(sums), ROWS=tall, COLUMNS=wide,
         VECTOR=triton.next_power_of_2(max(s.channels, s.rank1)), TERMS=triton.next_power_of_2(s.rank2), num_warps=4,

@@ -7,6 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
+from multilinear.kernels.launch import launch
+
 if TYPE_CHECKING:
     from multilinear.kernels.block import Prepared, Sizes
 
@@ -33,7 +35,7 @@ class Plan(NamedTuple):
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that multiplies, and of any at launch."""
-        return (240, 168) if self.groups == 2 else (160, 128)
+        return {1: (232, 128), 2: (240, 168), 3: (160, 128)}[self.groups]
 
 
 # By channels and low rank, all of which were tried; measured on an H200. In training n is also written, from where it
@@ -48,7 +50,9 @@ FORWARD = {
 BACK = {
     (64, 24): Plan(64, 2, 6, 3, whole=True),
     (128, 48): Plan(64, 2, 2, 2),
-    (192, 72): Plan(32, 2, 2, 2),
+    (192, 72): Plan(32, 2, 3, 2),
+    (192, 144): Plan(32, 2, 2, 1),
+    (256, 96): Plan(32, 1, 3, 3),
 }
 
 
@@ -74,6 +78,7 @@ LIFT = {
     (128, 16): First(2, 2, 240),
     (192, 24): First(2, 2, 240),
     (192, 48): First(2, 2, 240),
+    (256, 32): First(2, 1, 240),
 }
 
 
@@ -154,10 +159,11 @@ def lift(x: Tensor, u: Tensor, ready: "Prepared", s: "Sizes", plan: First, bias:
 
     rows, low = len(u), max(16, triton.next_power_of_2(s.low1))
     groups = triton.cdiv(rows, 64 * plan.groups)
-    hopper_lift.lift[(min(groups, plan.programs * _processors(x.device)),)](
+    launch(
+        hopper_lift.lift, min(groups, plan.programs * _processors(x.device)),
         _tiles(x.view(rows, -1), 64, 64), _tiles(u, 64, 64), _tiles(ready.lifting, 64, 64),
         _tiles(ready.lifting, low, 64), u, ready.vectors, groups, rows, eps, C=s.channels, L1=s.low1, LOW=low,
-        STRIDE=u.stride(0), BIAS=bias, GROUPS=plan.groups, REGISTERS=plan.registers, num_warps=4,
+        STRIDE=u.stride(0), BIAS=bias, GROUPS=plan.groups, TILES=plan.tiles, REGISTERS=plan.registers, num_warps=4,
         maxnreg=plan.registers,
     )  # fmt: skip
 
@@ -172,7 +178,8 @@ def mu1(
     height, width = x.shape[-3:-1]
     rows, low = len(u), max(16, triton.next_power_of_2(s.low1))
     groups = triton.cdiv(rows, 64 * plan.groups)
-    hopper_mu1.mu1[(min(groups, plan.programs * _processors(x.device)),)](
+    launch(
+        hopper_mu1.mu1, min(groups, plan.programs * _processors(x.device)),
         _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(ready.B1, 64, low),
         _tiles(ready.C1, 64, 64), u, stats, keep, ready.vectors, groups, rows, height * width, height, width,
         reciprocal(height), reciprocal(width), eps, C=s.channels, L1=s.low1, K1=low, STRIDE=u.stride(0),
@@ -193,7 +200,8 @@ def mu2(
     rows, tokens = x.numel() // s.channels, x.shape[-3] * x.shape[-2]
     groups = triton.cdiv(rows, 64 * plan.groups)
     registers, limit = plan.registers
-    hopper_mu2.mu2[(min(groups, _processors(x.device)),)](
+    launch(
+        hopper_mu2.mu2, min(groups, _processors(x.device)),
         _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(n if save else ready.A2, 64, 64),
         _tiles(ready.A2, j, 64), _tiles(ready.A2, j, 16), _tiles(ready.B2, j, j), _tiles(ready.B2, j, tail or 16),
         _tiles(ready.C2, 64, j), _tiles(ready.gram, j, 64), _tiles(ready.D2, j, 64), _tiles(ready.low_gram, j, j),
@@ -221,7 +229,8 @@ def mu2_back(
     registers, limit = plan.registers
     out = torch.empty_like(x)
     sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
-    hopper_back.mu2_back[(programs,)](
+    launch(
+        hopper_back.mu2_back, programs,
         _tiles(grad.view(rows, -1), 64, 64), _tiles(n, 64, 64), _tiles(n, 64, 16), _tiles(d, 64, j),
         _tiles(d, 64, narrow), _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(h, 64, j),
         _tiles(P, 64, j), _tiles(Q, 64, j), _tiles(P, 64, 64), _tiles(ready.A2, j, 64), _tiles(ready.A2, j, 16),

@@ -201,7 +201,7 @@ def mu2_back(
     tiles_h = gl.allocate_shared_memory(kind, [GROUPS, 64, J], h_desc.layout)
     tiles_p = gl.allocate_shared_memory(kind, [GROUPS, 64, J], p_desc.layout)
     tiles_q = gl.allocate_shared_memory(kind, [GROUPS, 64, J], q_desc.layout)
-    sums = gl.allocate_shared_memory(gl.float32, [GROUPS * 3 * P, 64], one)
+    sums = gl.allocate_shared_memory(gl.float32, [GROUPS * 3 * P if WHOLE else 1, 64], one)
     weights_a = gl.allocate_shared_memory(kind, [SLOTS * P, J, 64], a_desc.layout)
     weights_e = gl.allocate_shared_memory(kind, [SLOTS, J, 16], e_desc.layout)
     weights_b = gl.allocate_shared_memory(kind, [SLOTS * P2 if P2 > 0 else 1, J, J], b_desc.layout)
@@ -227,11 +227,18 @@ def mu2_back(
     weights = (weights_a, weights_e, weights_b, weights_t, weights_c)
     bars = (full, empty, full_c, empty_c, full_x)
     pointers = (stats_ptr, P_ptr, Q_ptr, vectors_ptr, keep_ptr, sums_ptr)
-    gl.static_assert(GROUPS == 2)
-    gl.warp_specialize([
-        (consume, (0, descs, buffers, weights, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
-                   GROUPS, SLOTS, SLOTS_C, FORMS, SP, SQ, DROP, WHOLE)),
-        (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
-                   GROUPS, SLOTS, SLOTS_C, FORMS, SP, SQ, DROP, WHOLE)),
-        (produce_back, (sources, weights, bars, groups, C, R2, P2, TAIL, J, SLOTS, SLOTS_C, WHOLE)),
-    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    gl.static_assert(GROUPS <= 2)
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (consume, (0, descs, buffers, weights, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
+                       GROUPS, SLOTS, SLOTS_C, FORMS, SP, SQ, DROP, WHOLE)),
+            (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
+                       GROUPS, SLOTS, SLOTS_C, FORMS, SP, SQ, DROP, WHOLE)),
+            (produce_back, (sources, weights, bars, groups, C, R2, P2, TAIL, J, SLOTS, SLOTS_C, WHOLE)),
+        ], [4, 1], [REGISTERS, 24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, descs, buffers, weights, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
+                       GROUPS, SLOTS, SLOTS_C, FORMS, SP, SQ, DROP, WHOLE)),
+            (produce_back, (sources, weights, bars, groups, C, R2, P2, TAIL, J, SLOTS, SLOTS_C, WHOLE)),
+        ], [1], [24])  # fmt: skip

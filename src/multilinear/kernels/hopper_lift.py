@@ -24,7 +24,7 @@ from multilinear.kernels.hopper_parts import (
 def consume(
     which: gl.constexpr, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps,
     C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, STRIDE: gl.constexpr, BIAS: gl.constexpr,
-    GROUPS: gl.constexpr,
+    GROUPS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
     tiles_x, tiles_u, weights, weights_low = buffers
     full_w, full_x = bars
@@ -34,20 +34,24 @@ def consume(
     out = tiles_u.index(which)
     turn = 0
     group = gl.program_id(0)
-    fetch(x_desc, (group * GROUPS + which) * 64, full_x.index(which * 2), tiles_x, which * 2 * P, C)
+    fetch(x_desc, (group * GROUPS + which) * 64, full_x.index(which * TILES), tiles_x, which * TILES * P, C)
     mbarrier.wait(full_w, 0)
     while group < groups:
         row = (group * GROUPS + which) * 64
         ahead = row + gl.num_programs(0) * GROUPS * 64
-        mine = which * 2 + turn % 2
-        other = which * 2 + (turn + 1) % 2
-        mbarrier.wait(full_x.index(mine), (turn // 2) & 1)
-        gl.thread_barrier()  # all are done with the other tile
-        fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
+        mine = which * TILES + turn % TILES
+        other = which * TILES + (turn + 1) % TILES
+        mbarrier.wait(full_x.index(mine), (turn // TILES) & 1)
+        if TILES == 2:
+            gl.thread_barrier()  # all are done with the other tile
+            fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
         mean, scale = row_norm(tiles_x, mine * P, eps, C)
         ns = ()
         for k in gl.static_range(P):
             ns = ns + (gl.convert_layout(normed(tiles_x, mine * P, mean, scale, vectors_ptr, k, C, kind), operand()),)
+        if TILES == 1:
+            gl.thread_barrier()  # all have read it
+            fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
         for i in range(P):
             part = zeros(64)
             for k in gl.static_range(P):
@@ -65,7 +69,7 @@ def consume(
         store_columns(u_ptr, row, rows, C, low, LOW, STRIDE, C + L1)
         turn += 1
         group += gl.num_programs(0)
-    mbarrier.wait(full_x.index(which * 2 + turn % 2), (turn // 2) & 1)
+    mbarrier.wait(full_x.index(which * TILES + turn % TILES), (turn // TILES) & 1)
     tma.store_wait(0)
 
 
@@ -73,19 +77,19 @@ def consume(
 def lift(
     x_desc, u_desc, w_desc, low_desc, u_ptr, vectors_ptr, groups, rows, eps,
     C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, STRIDE: gl.constexpr, BIAS: gl.constexpr,
-    GROUPS: gl.constexpr, REGISTERS: gl.constexpr,
+    GROUPS: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """u = [A1 | D1] norm(x) + bias."""
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
-    tiles_x = gl.allocate_shared_memory(kind, [GROUPS * 2 * P, 64, 64], x_desc.layout)
+    tiles_x = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], x_desc.layout)
     tiles_u = gl.allocate_shared_memory(kind, [GROUPS, 64, 64], u_desc.layout)
     weights = gl.allocate_shared_memory(kind, [P * P, 64, 64], w_desc.layout)
     weights_low = gl.allocate_shared_memory(kind, [P, LOW, 64], low_desc.layout)
     full_w = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full_x = gl.allocate_shared_memory(gl.int64, [GROUPS * 2, 1], mbarrier.MBarrierLayout())
+    full_x = gl.allocate_shared_memory(gl.int64, [GROUPS * TILES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(full_w, count=1)
-    for i in gl.static_range(GROUPS * 2):
+    for i in gl.static_range(GROUPS * TILES):
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()
     mbarrier.expect(full_w, (C + LOW) * C * 2)
@@ -98,7 +102,7 @@ def lift(
     gl.static_assert(GROUPS == 2)
     gl.warp_specialize([
         (consume, (0, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE, BIAS,
-                   GROUPS)),
+                   GROUPS, TILES)),
         (consume, (1, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE, BIAS,
-                   GROUPS)),
+                   GROUPS, TILES)),
     ], [4], [REGISTERS])  # fmt: skip

@@ -13,8 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from multilinear.kernels.launch import launch
+
 # columns of a padded row -> rows and warps of a tile forward; rows, warps and programs backward (measured on an H200)
-TILES = {256: (2, 1, 2, 1, 2112), 1024: (4, 8, 1, 2, 2112)}
+TILES = {256: (2, 1, 2, 1, 2112), 1024: (4, 8, 1, 2, 2112), 2048: (2, 4, 1, 4, 528)}
 
 
 @triton.jit
@@ -130,8 +132,10 @@ def fused_normed_product(
     out = torch.empty_like(a)
     stats = torch.empty(rows, 4, device=a.device, dtype=torch.float32)
     block, tile, warps, *_ = _tile(width)
-    grid = (triton.cdiv(rows, tile),)
-    _forward[grid](a, b, out, stats, wa, ba, wb, bb, alpha, rows, eps, width, block, tile, num_warps=warps)
+    launch(
+        _forward, triton.cdiv(rows, tile), a, b, out, stats, wa, ba, wb, bb, alpha, rows, eps, width, block, tile,
+        num_warps=warps,
+    )  # fmt: skip
     return out, stats
 
 
@@ -146,9 +150,9 @@ def _fused_backward(
     programs = min(programs, triton.cdiv(rows, tile))
     sums = torch.empty(programs, 4, width, device=a.device, dtype=torch.float32)
     grad_alpha = torch.empty(programs, device=a.device, dtype=torch.float32)
-    _backward[(programs,)](
-        grad, a, b, stats, wa, ba, wb, bb, alpha, grad_a, grad_b, sums, grad_alpha, rows, width, block, tile,
-        num_warps=warps,
+    launch(
+        _backward, programs, grad, a, b, stats, wa, ba, wb, bb, alpha, grad_a, grad_b, sums, grad_alpha, rows, width,
+        block, tile, num_warps=warps,
     )  # fmt: skip
     return grad_a, grad_b, sums.sum(0), grad_alpha.sum()
 

@@ -260,7 +260,8 @@ class PolyBlock(nn.Module):
     def _prepare(self, weights: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
         """Prepared weights, kept from one pass to the next if they are frozen."""
         frozen = not any(weight.requires_grad or weight.is_inference() for weight in weights)
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not frozen:
+        lasting = frozen and kernels.computing()
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not lasting:
             self._prepared = None
             return kernels.prepare_block(weights, dtype)
         key = dtype, *((weight.data_ptr(), weight._version) for weight in weights)

@@ -166,8 +166,9 @@ class Run:
         for images, labels in self.batches.epoch(self.position.epoch, self.position.step):
             self.share = self._share()
             set_learning_rate(list(self.step.optimizers), self.share)
-            if self._should_capture() and self.first_step_seconds == 0:
-                self.step.capture(images, labels)
+            if self.cuda and self.processes.world == 1 and self.first_step_seconds == 0:
+                get_ready = self.step.capture if self._should_capture() else self.step.compile
+                get_ready(images, labels)
             self.step(images, labels)
             self.position.step += 1
             bar.advance()
@@ -184,7 +185,7 @@ class Run:
 
     def _should_capture(self) -> bool:
         run = self.recipe.run
-        return self.cuda and run.graph and self.batches.fixed and self.processes.world == 1 and run.accumulate == 1
+        return run.graph and self.batches.fixed and run.accumulate == 1
 
     def _share(self) -> float:
         steps = self.batches.steps

@@ -5,13 +5,14 @@ come next. Blocks are compiled one by one; they share their code, so that the fi
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from multilinear import kernels
 from multilinear.data.augment import Mixed, apply_policy, crop_and_flip, erase, mix, normalise
 from multilinear.layers import MuLayer, PatchEmbed, PolyBlock, PyramidPatchEmbed
 from multilinear.train.config import AugmentConfig, Recipe
@@ -150,20 +151,12 @@ class Step:
             found += [*self.average.tensors, self.average.updates]
         return [*found, self.loss_sum]
 
-    def capture(self, images: Tensor, labels: Tensor) -> None:
-        """Capture the step on a batch of this shape as a CUDA graph; the run's state is as before afterwards."""
+    @contextlib.contextmanager
+    def _unchanged(self) -> Iterator[None]:
+        """The run's state is afterwards as it was before."""
         before = {tensor.data_ptr(): tensor.detach().clone() for tensor in self.tensors()}
         generator = torch.cuda.get_rng_state()
-        self._static = images.clone(), labels.clone()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(3):
-                self._step(*self._static)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._step(*self._static)
+        yield
         for tensor in self.tensors():
             old = before.get(tensor.data_ptr())
             if old is None:
@@ -171,6 +164,27 @@ class Step:
             else:
                 tensor.detach().copy_(old)
         torch.cuda.set_rng_state(generator)
+
+    def compile(self, images: Tensor, labels: Tensor) -> None:
+        """Have the kernels for a batch of this shape compiled at the same time, not one after the other when needed."""
+        with self._unchanged(), kernels.compile_together():
+            self._step(images, labels)
+
+    def capture(self, images: Tensor, labels: Tensor) -> None:
+        """Capture the step on a batch of this shape as a CUDA graph."""
+        self._static = images.clone(), labels.clone()
+        stream = torch.cuda.Stream()
+        with self._unchanged():
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                with kernels.compile_together():
+                    self._step(*self._static)
+                for _ in range(3):
+                    self._step(*self._static)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._step(*self._static)
         self._graph = graph
 
 
