@@ -88,7 +88,7 @@ class FirstBack(NamedTuple):
     programs: int = 1
 
 
-# By what compiles without spilling; they are still to be measured.
+# What compiles with next to no spills; compiled only, still to be tried and measured on a GPU.
 FIRST_BACK = {
     (64, 8): FirstBack(32, 2, 2, 128, 2),
     (128, 16): FirstBack(32, 2, 2, 240),
