@@ -17,7 +17,7 @@ def block(channels, shrinkage):
 def tried_version(monkeypatch):
     """As with a version of Triton that was tried; plans are remembered, so forget them."""
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    plans = hopper.plan_for, hopper.plan_back, hopper.plan_first, hopper.plan_lift
+    plans = hopper.plan_for, hopper.plan_back, hopper.plan_first, hopper.plan_first_back, hopper.plan_lift
     for plan in plans:
         plan.cache_clear()
     yield
@@ -49,6 +49,17 @@ def test_published_widths_have_plans(channels, shrinkage):
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is not None
 
 
+@pytest.mark.parametrize(("channels", "low"), hopper.FIRST_BACK)
+def test_the_way_back_keeps_weights_and_tiles_in_shared_memory(channels, low):
+    plan = hopper.plan_first_back(block(channels, channels // low), 784, 28, 28, keep_border=True)
+    assert channels % plan.chunk == 0 and plan.groups in (2, 3) and plan.tiles in (1, 2)
+    weights = (channels + max(16, triton.next_power_of_2(low))) * channels
+    tiles = plan.groups * 64 * (plan.tiles * 2 * channels + plan.chunk)
+    # a group's sums also exchange half a chunk of float32, and a processor has 227 KiB for its programs
+    assert plan.programs * (2 * (weights + tiles) + plan.groups * 128 * plan.chunk) < 227 * 1024
+    assert plan.programs * plan.groups * 128 * plan.registers <= 2**16
+
+
 @pytest.mark.parametrize(
     "sizes", [block(48, 4), block(96, 4), block(384, 8), Sizes(64, 64, 8, 256, 24), Sizes(64, 64, 8, 192, 16)]
 )
@@ -57,12 +68,14 @@ def test_others_have_none(sizes):
     assert hopper.plan_back(sizes) is None
 
 
-def test_the_first_layer_needs_a_border_that_stays_and_a_grid_that_divides_exactly():
+@pytest.mark.parametrize("plan", [hopper.plan_first, hopper.plan_first_back])
+def test_the_first_layer_needs_a_border_that_stays_and_a_grid_that_divides_exactly(plan):
     sizes = block(64, 8)
-    assert hopper.plan_first(sizes, 784, 28, 28, keep_border=False) is None
-    assert hopper.plan_first(sizes, 56, 2, 28, keep_border=True) is None
-    assert hopper.plan_first(sizes, 2**24, 2**12, 2**12, keep_border=True) is None
-    assert hopper.plan_first(Sizes(64, 32, 8, 192, 24), 784, 28, 28, keep_border=True) is None
+    assert plan(sizes, 784, 28, 28, keep_border=True) is not None
+    assert plan(sizes, 784, 28, 28, keep_border=False) is None
+    assert plan(sizes, 56, 2, 28, keep_border=True) is None
+    assert plan(sizes, 2**24, 2**12, 2**12, keep_border=True) is None
+    assert plan(Sizes(64, 32, 8, 192, 24), 784, 28, 28, keep_border=True) is None
     assert hopper.plan_lift(Sizes(64, 32, 8, 192, 24)) is None
 
 
@@ -72,3 +85,4 @@ def test_other_versions_of_triton_take_the_other_kernels(monkeypatch, version):
     sizes = block(64, 8)
     assert hopper.plan_for(sizes, save=False) is hopper.plan_back(sizes) is hopper.plan_lift(sizes) is None
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is None
+    assert hopper.plan_first_back(sizes, 784, 28, 28, keep_border=True) is None

@@ -137,18 +137,22 @@ def _first_layer(
     summed up in the norm and in the layer. A third product is a gradient by itself."""
     rows, channels, rank = x.numel() // s.channels, s.channels, s.rank1
     height, width = x.shape[-3:-1]
-    tile = tiles(s)["mu1_back"]
-    programs = triton.cdiv(rows, tile.tokens)
     kernel = block_backward.mu1_back
     fixed = constants(s, kernel.arg_names)
-    E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, width) for width in (rank, rank, fixed["SD1"]))
-    sums = x.new_empty(programs, 4, rank, dtype=torch.float32)
-    launch(
-        kernel, programs,
-        grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, h, db, d, sums, rows, height, width, **fixed,
-        KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), STAGES=tile.stages,
-        J=chunk_of_many(s, tile.chunk),
-    )  # fmt: skip
+    E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, wide) for wide in (rank, rank, fixed["SD1"]))
+    plan = hopper.plan_first_back(s, rows, height, width, keep_border) if x.is_cuda else None
+    if plan is not None:
+        sums = hopper.mu1_back(grad, u, stats, keep, E, h, db, d, ready, s, plan, offsets(s).mu1)
+    else:
+        tile = tiles(s)["mu1_back"]
+        programs = triton.cdiv(rows, tile.tokens)
+        sums = x.new_empty(programs, 4, rank, dtype=torch.float32)
+        launch(
+            kernel, programs,
+            grad, u, stats, keep, ready.B1, ready.C1, ready.vectors, E, h, db, d, sums, rows, height, width, **fixed,
+            KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), STAGES=tile.stages,
+            J=chunk_of_many(s, tile.chunk),
+        )  # fmt: skip
     tile = tiles(s)["lift_back"]
     programs = triton.cdiv(rows, tile.tokens)
     kernel = block_backward.lift_back

@@ -82,12 +82,42 @@ LIFT = {
 }
 
 
+class FirstBack(NamedTuple):
+    """The same for the way back: hidden channels of a chunk, groups of warps, tiles of u and of the gradient that each
+    keeps, registers of a thread, and programs at a time."""
+
+    chunk: int
+    groups: int
+    tiles: int
+    registers: int
+    programs: int = 1
+
+
+# What compiles with next to no spills; compiled only, still to be tried and measured on a GPU.
+FIRST_BACK = {
+    (64, 8): FirstBack(32, 2, 2, 128, 2),
+    (128, 16): FirstBack(32, 2, 2, 240),
+    (192, 24): FirstBack(32, 2, 1, 240),
+    (192, 48): FirstBack(32, 2, 1, 240),
+}
+
+
 @lru_cache
 def plan_first(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The plan for the first Mu-Layer, or None if the kernel does not take it."""
+    return FIRST.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
+
+
+@lru_cache
+def plan_first_back(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> FirstBack | None:
+    """The same for the way back down to u."""
+    return FIRST_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
+
+
+def _shifts(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> bool:
+    """Whether the kernels of the first Mu-Layer find a token's neighbours in such a grid."""
     exact = min(height, width) > 2 and rows * max(height, width) < 2**32  # see `reciprocal`
-    known = triton.__version__.startswith(VERSIONS) and keep_border and exact
-    return FIRST.get((s.channels, s.low1)) if known and s.rank1 == s.channels else None
+    return triton.__version__.startswith(VERSIONS) and keep_border and exact and s.rank1 == s.channels
 
 
 @lru_cache
@@ -186,6 +216,29 @@ def mu1(
         MU1=start, GROUPS=plan.groups, TILES=plan.tiles, TRAIN=save, DROP=keep is not None, REGISTERS=plan.registers,
         num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
+
+
+def mu1_back(
+    grad: Tensor, u: Tensor, stats: Tensor, keep: Tensor | None, E: Tensor, h: Tensor, db: Tensor, d: Tensor,
+    ready: "Prepared", s: "Sizes", plan: FirstBack, start: int,
+) -> Tensor:  # fmt: skip
+    """What `block_backward.mu1_back` does: parts of the sums for the gradients of the norms' parameters."""
+    from multilinear.kernels import hopper_mu1_back
+
+    height, width = grad.shape[-3:-1]
+    j, rows, low = plan.chunk, len(u), max(16, triton.next_power_of_2(s.low1))
+    groups = triton.cdiv(rows, 64 * plan.groups)
+    programs = min(groups, plan.programs * _processors(u.device))
+    sums = stats.new_empty(programs * plan.groups, 4, s.channels)
+    launch(
+        hopper_mu1_back.mu1_back, programs,
+        _tiles(grad.view(rows, -1), 64, 64), _tiles(h, 64, j), _tiles(E, 64, j), _tiles(db, 64, j),
+        _tiles(ready.B1, j, low), _tiles(ready.C1, 64, j), u, stats, keep, ready.vectors, E, d, sums, groups, rows,
+        height * width, height, width, reciprocal(height), reciprocal(width), C=s.channels, L1=s.low1, K1=low,
+        STRIDE=u.stride(0), SD1=d.stride(0), MU1=start, J=j, GROUPS=plan.groups, TILES=plan.tiles,
+        DROP=keep is not None, REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
+    )  # fmt: skip
+    return sums
 
 
 def mu2(
