@@ -17,7 +17,7 @@ def block(channels, shrinkage):
 def tried_version(monkeypatch):
     """As with a version of Triton that was tried; plans are remembered, so forget them."""
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    plans = hopper.plan_for, hopper.plan_back, hopper.plan_first, hopper.plan_lift
+    plans = hopper.plan_for, hopper.plan_back, hopper.plan_first, hopper.plan_lift, hopper.plan_lift_back
     for plan in plans:
         plan.cache_clear()
     yield
@@ -57,6 +57,19 @@ def test_others_have_none(sizes):
     assert hopper.plan_back(sizes) is None
 
 
+@pytest.mark.parametrize(("channels", "shrinkage"), [(64, 8), (128, 8), (192, 8), (192, 4)])
+def test_the_way_back_from_the_shift_fits_a_processor(channels, shrinkage):
+    sizes = block(channels, shrinkage)
+    plan = hopper.plan_lift_back(sizes, 784, 28, 28, keep_border=True)
+    low = max(16, triton.next_power_of_2(sizes.low1))
+    tokens = 2 * plan.tiles * channels + 64 * plan.stages + (low if low < 64 else 0)
+    weights = (channels + low) * channels * 2 + plan.groups * 3 * channels * 4
+    assert plan.programs * (plan.groups * 64 * tokens * 2 + weights) < 232448
+    assert plan.programs * plan.groups * 128 * plan.registers <= 65536
+    assert hopper.plan_lift_back(sizes, 784, 28, 28, keep_border=False) is None
+    assert hopper.plan_lift_back(sizes, 56, 2, 28, keep_border=True) is None
+
+
 def test_the_first_layer_needs_a_border_that_stays_and_a_grid_that_divides_exactly():
     sizes = block(64, 8)
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=False) is None
@@ -64,6 +77,7 @@ def test_the_first_layer_needs_a_border_that_stays_and_a_grid_that_divides_exact
     assert hopper.plan_first(sizes, 2**24, 2**12, 2**12, keep_border=True) is None
     assert hopper.plan_first(Sizes(64, 32, 8, 192, 24), 784, 28, 28, keep_border=True) is None
     assert hopper.plan_lift(Sizes(64, 32, 8, 192, 24)) is None
+    assert hopper.plan_lift_back(Sizes(64, 32, 8, 192, 24), 784, 28, 28, keep_border=True) is None
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.7.0", "4.0.0"])
@@ -72,3 +86,4 @@ def test_other_versions_of_triton_take_the_other_kernels(monkeypatch, version):
     sizes = block(64, 8)
     assert hopper.plan_for(sizes, save=False) is hopper.plan_back(sizes) is hopper.plan_lift(sizes) is None
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is None
+    assert hopper.plan_lift_back(sizes, 784, 28, 28, keep_border=True) is None
