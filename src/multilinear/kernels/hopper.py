@@ -102,27 +102,6 @@ FIRST_BACK = {
 }
 
 
-class Return(NamedTuple):
-    """The same for the way back through shift and lift: groups of warps, tiles of x and of the gradient that each
-    keeps, tiles of du that it writes from, registers of a thread, whether the next tile's neighbours are loaded
-    meanwhile, and programs at a time."""
-
-    groups: int
-    tiles: int
-    stages: int
-    registers: int
-    ahead: bool = False
-    programs: int = 1
-
-
-LIFT_BACK = {
-    (64, 8): Return(2, 1, 1, 128, programs=2),
-    (128, 16): Return(3, 1, 2, 168),
-    (192, 24): Return(2, 1, 2, 240, ahead=True),
-    (192, 48): Return(2, 1, 1, 240, ahead=True),
-}
-
-
 @lru_cache
 def plan_first(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The plan for the first Mu-Layer, or None if the kernel does not take it."""
@@ -133,12 +112,6 @@ def plan_first(s: "Sizes", rows: int, height: int, width: int, keep_border: bool
 def plan_first_back(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> FirstBack | None:
     """The same for the way back down to u."""
     return FIRST_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
-
-
-@lru_cache
-def plan_lift_back(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> Return | None:
-    """The same for the way back from its shift."""
-    return LIFT_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
 
 
 def _shifts(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> bool:
@@ -322,28 +295,3 @@ def mu2_back(
         WHOLE=plan.whole, REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
     return out, sums
-
-
-def lift_back(
-    E: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: "Prepared", s: "Sizes", plan: Return, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `block_backward.lift_back` does: the gradients of x and of u, the norm's output next to a column of ones,
-    and parts of the sums for the gradients of the norm's weight and bias and of the layer's last bias."""
-    from multilinear.kernels import hopper_lift_back
-
-    height, width = x.shape[-3:-1]
-    rows, low = len(E), max(16, triton.next_power_of_2(s.low1))
-    groups = triton.cdiv(rows, 64 * plan.groups)
-    programs = min(groups, plan.programs * _processors(x.device))
-    out, du, n = torch.empty_like(x), torch.empty_like(E), x.new_empty(rows, s.channels + 8)
-    sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
-    launch(
-        hopper_lift_back.lift_back, programs,
-        _tiles(x.view(rows, -1), 64, 64), _tiles(grad.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64),
-        _tiles(du, 64, 64), _tiles(du, 64, low), _tiles(n, 64, 64), _tiles(ready.lifting, 64, 64),
-        _tiles(ready.lifting, low, 64), E.view(torch.int32), keep, ready.vectors, n, sums, groups, rows,
-        height * width, height, width, reciprocal(height), reciprocal(width), eps, C=s.channels, L1=s.low1, LOW=low,
-        STRIDE=E.stride(0), GROUPS=plan.groups, TILES=plan.tiles, STAGES=plan.stages, AHEAD=plan.ahead,
-        DROP=keep is not None, REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
-    )  # fmt: skip
-    return out, du, n, sums

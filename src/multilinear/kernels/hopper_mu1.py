@@ -35,9 +35,8 @@ def copied():
 
 
 @gluon.jit
-def neighbours(row, grid, layout: gl.constexpr):
-    """64 tokens, and how far it is from each to that above, below, to the left and to the right; zero if there is
-    none."""
+def shifted(row, first, R: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr, grid, layout: gl.constexpr):
+    """Where columns `first` on of R shifted channels come from, for 64 tokens."""
     height, width, magic_height, magic_width = grid
     token = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
     line = gl.umulhi(token, magic_width)  # a product by 2^32 / width instead of a division
@@ -47,21 +46,10 @@ def neighbours(row, grid, layout: gl.constexpr):
     down = gl.where(y < height - 1, width, 0)[:, None]
     left = gl.where(x > 0, -1, 0)[:, None]
     right = gl.where(x < width - 1, 1, 0)[:, None]
-    return token[:, None], up, down, left, right
-
-
-@gluon.jit
-def pick(quarter, a, b, c, d):
-    """For each row and column the entry of the column's quarter."""
-    return gl.where(quarter == 0, a, gl.where(quarter == 1, b, gl.where(quarter == 2, c, d)))
-
-
-@gluon.jit
-def shifted(row, first, R: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr, grid, layout: gl.constexpr):
-    """Where columns `first` on of R shifted channels come from, for 64 tokens."""
-    token, up, down, left, right = neighbours(row, grid, layout)
-    j = (first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)))[None, :]
-    return (token + pick((j * 4) // R, up, down, left, right)) * STRIDE + j
+    j = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    quarter = ((j * 4) // R)[None, :]
+    far = gl.where(quarter == 0, up, gl.where(quarter == 1, down, gl.where(quarter == 2, left, right)))
+    return (token[:, None] + far) * STRIDE + j[None, :]
 
 
 @gluon.jit
