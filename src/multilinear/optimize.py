@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from multilinear import kernels
 from multilinear.errors import MultilinearError, check_choice
 from multilinear.kernels import cpu
-from multilinear.layers import PolyBlock, fold
+from multilinear.layers import PatchEmbed, PolyBlock, PyramidPatchEmbed, fold
 from multilinear.layers.embed import check_image_size
 from multilinear.layers.mu import FoldedMuLayer, MuLayer
 from multilinear.layers.shift import SpatialShift
+from multilinear.models.monet import Downsample
 
 BACKENDS = ("auto", "eager", "compile", "kernel", "onnx", "graph")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -322,10 +323,16 @@ class CudaGraphs(nn.Module):
 def _graph(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     if device.type != "cuda":
         raise MultilinearError(f"backend 'graph' needs a model on an NVIDIA GPU, this one is on {device}")
-    model = InType(model, dtype)
+    root = nn.ModuleDict({"model": model})
+    for parent in list(root.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, PyramidPatchEmbed):
+                setattr(parent, name, child.as_one().requires_grad_(False))
+    model = InType(root["model"], dtype)
     if torch.cuda.get_device_capability(device)[0] >= 7:  # or there is no Triton to compile with
         torch._dynamo.config.recompile_limit = 64  # blocks of one width share one compilation
-        for block in model.modules():
-            if isinstance(block, PolyBlock) and not block.fuses():
-                block.compile()
+        slow = [block for block in model.modules() if isinstance(block, PolyBlock) and not block.fuses()]
+        between = (Downsample, PatchEmbed, PyramidPatchEmbed) if slow else ()  # the first compilation costs the most
+        for part in (*slow, *(part for part in model.modules() if isinstance(part, between))):
+            part.compile()
     return CudaGraphs(model)

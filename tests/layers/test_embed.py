@@ -55,3 +55,14 @@ def test_overlapping_patches_see_their_neighbours_and_zeros_past_the_border():
     torch.testing.assert_close(tokens[0, 0, 0], corner)
     with pytest.raises(MultilinearError, match="even number"):
         PatchEmbed(4, 1, 5, overlap=3)
+
+
+@pytest.mark.parametrize(
+    ("levels", "fuse", "dim", "one"), [([2], "add", 64, True), ([2, 4], "concat", 64, True), ([7], "add", 16, False)]
+)
+def test_a_pyramid_with_more_weights_than_one_convolution_becomes_that(levels, fuse, dim, one):
+    embed = PyramidPatchEmbed(levels, 3, dim, fuse=fuse)
+    found = embed.as_one()
+    assert isinstance(found, PatchEmbed) == one
+    images = torch.randn(2, 3, 28, 56)
+    torch.testing.assert_close(found(images), embed(images), atol=1e-4, rtol=1e-4)

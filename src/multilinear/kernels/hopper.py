@@ -93,10 +93,9 @@ class FirstBack(NamedTuple):
     programs: int = 1
 
 
-# What compiles with next to no spills; compiled only, still to be tried and measured on a GPU.
 FIRST_BACK = {
-    (64, 8): FirstBack(32, 2, 2, 128, 2),
-    (128, 16): FirstBack(32, 2, 2, 240),
+    (64, 8): FirstBack(64, 2, 2, 240),
+    (128, 16): FirstBack(32, 3, 1, 168),
     (192, 24): FirstBack(32, 2, 1, 240),
     (192, 48): FirstBack(32, 2, 1, 240),
 }

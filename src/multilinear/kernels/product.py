@@ -13,10 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from multilinear.kernels.block_backward import load_below
 from multilinear.kernels.launch import launch
 
 # columns of a padded row -> rows and warps of a tile forward; rows, warps and programs backward (measured on an H200)
-TILES = {256: (2, 1, 2, 1, 2112), 1024: (4, 8, 1, 2, 2112), 2048: (2, 4, 1, 4, 528)}
+TILES = {256: (2, 1, 2, 1, 2112), 512: (2, 4, 1, 4, 1056), 1024: (4, 8, 1, 2, 2112)}
 
 
 @triton.jit
@@ -41,15 +42,15 @@ def _forward(
     a = tl.load(a_ptr + place, mask=mask, other=0.0).to(tl.float32)
     mean_a, centred_a, variance_a = _norm(a, mask, WIDTH)
     scale_a = 1 / tl.sqrt(variance_a + eps)
-    wa = tl.load(wa_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    ba = tl.load(ba_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    p = centred_a * scale_a[:, None] * wa[None, :] + ba[None, :]
+    wa = load_below(wa_ptr, column, mask).to(tl.float32)
+    ba = load_below(ba_ptr, column, mask).to(tl.float32)
+    p = centred_a * scale_a[:, None] * wa + ba
     b = tl.load(b_ptr + place, mask=mask, other=0.0).to(tl.float32)
     mean_b, centred_b, variance_b = _norm(b, mask, WIDTH)
     scale_b = 1 / tl.sqrt(variance_b + eps)
-    wb = tl.load(wb_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    bb = tl.load(bb_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    q = centred_b * scale_b[:, None] * wb[None, :] + bb[None, :]
+    wb = load_below(wb_ptr, column, mask).to(tl.float32)
+    bb = load_below(bb_ptr, column, mask).to(tl.float32)
+    q = centred_b * scale_b[:, None] * wb + bb
     tl.store(out_ptr + place, (p + alpha * p * q).to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(stats_ptr + row * 4, mean_a, mask=row < rows)
     tl.store(stats_ptr + row * 4 + 1, scale_a, mask=row < rows)
@@ -66,11 +67,12 @@ def _backward(
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
+    all_rows = tl.broadcast_to(inside[None, :], (ROWS, BLOCK))
     alpha = tl.load(alpha_ptr).to(tl.float32)
-    wa = tl.load(wa_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    ba = tl.load(ba_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    wb = tl.load(wb_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    bb = tl.load(bb_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wa = load_below(wa_ptr, column, all_rows).to(tl.float32)
+    ba = load_below(ba_ptr, column, all_rows).to(tl.float32)
+    wb = load_below(wb_ptr, column, all_rows).to(tl.float32)
+    bb = load_below(bb_ptr, column, all_rows).to(tl.float32)
     sum_wa = tl.zeros((BLOCK,), tl.float32)
     sum_ba = tl.zeros((BLOCK,), tl.float32)
     sum_wb = tl.zeros((BLOCK,), tl.float32)
@@ -89,8 +91,8 @@ def _backward(
         grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
         unit_a = tl.where(mask, (a - mean_a[:, None]) * scale_a[:, None], 0.0)
         unit_b = tl.where(mask, (b - mean_b[:, None]) * scale_b[:, None], 0.0)
-        p = unit_a * wa[None, :] + ba[None, :]
-        q = unit_b * wb[None, :] + bb[None, :]
+        p = unit_a * wa + ba
+        q = unit_b * wb + bb
         grad_p = grad * (1 + alpha * q)
         grad_q = grad * alpha * p
         sum_alpha += tl.sum(grad * p * q, 0)
@@ -98,12 +100,12 @@ def _backward(
         sum_ba += tl.sum(grad_p, 0)
         sum_wb += tl.sum(grad_q * unit_b, 0)
         sum_bb += tl.sum(grad_q, 0)
-        inner = grad_p * wa[None, :]
+        inner = grad_p * wa
         along = tl.sum(inner * unit_a, 1) / WIDTH
         level = tl.sum(inner, 1) / WIDTH
         grad_a = (inner - level[:, None] - unit_a * along[:, None]) * scale_a[:, None]
         tl.store(grad_a_ptr + place, grad_a.to(grad_a_ptr.dtype.element_ty), mask=mask)
-        inner = grad_q * wb[None, :]
+        inner = grad_q * wb
         along = tl.sum(inner * unit_b, 1) / WIDTH
         level = tl.sum(inner, 1) / WIDTH
         grad_b = (inner - level[:, None] - unit_b * along[:, None]) * scale_b[:, None]

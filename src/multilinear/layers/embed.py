@@ -132,6 +132,22 @@ class PyramidPatchEmbed(nn.Module):
         tokens: Tensor = x
         return tokens.permute(0, 2, 3, 1)
 
+    @torch.no_grad()
+    def as_one(self) -> "PyramidPatchEmbed | PatchEmbed":
+        """The same map as one convolution, where that has fewer weights; for inference, since it is a copy.
+
+        >>> PyramidPatchEmbed([2], 3, 64).as_one().stride
+        4
+        """
+        if not self._reduces_weights():
+            return self
+        weight, bias = self.merged()
+        one = PatchEmbed(self.stride, weight.shape[1], weight.shape[0]).to(weight)
+        one.proj.weight.copy_(weight)
+        assert one.proj.bias is not None
+        one.proj.bias.copy_(bias)
+        return one
+
     def _reduces_weights(self) -> bool:
         """Whether the whole pyramid as one map has fewer weights than its parts: then it is also faster."""
         level, last = self.levels[0], self.reduce[-1]
