@@ -1,5 +1,6 @@
 """The vocabulary: everything here is additions and multiplications, except where a norm says otherwise."""
 
+from multilinear.kernels import compile_together
 from multilinear.layers.embed import FUSIONS, PatchEmbed, PyramidPatchEmbed, check_image_size
 from multilinear.layers.fold import fold, is_folded
 from multilinear.layers.init import DEFAULT_INIT, INITIALISERS, init_weights
@@ -24,6 +25,7 @@ __all__ = [
     "affine_of",
     "check_image_size",
     "collect_statistics",
+    "compile_together",
     "fold",
     "init_weights",
     "is_folded",

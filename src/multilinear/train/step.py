@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from multilinear import kernels
 from multilinear.data.augment import Mixed, apply_policy, crop_and_flip, erase, mix, normalise
-from multilinear.layers import MuLayer, PatchEmbed, PolyBlock, PyramidPatchEmbed
+from multilinear.layers import MuLayer, PatchEmbed, PolyBlock, PyramidPatchEmbed, compile_together
 from multilinear.train.config import AugmentConfig, Recipe
 from multilinear.train.optim import Average
 
@@ -167,7 +166,7 @@ class Step:
 
     def compile(self, images: Tensor, labels: Tensor) -> None:
         """Have the kernels for a batch of this shape compiled at the same time, not one after the other when needed."""
-        with self._unchanged(), kernels.compile_together():
+        with self._unchanged(), compile_together():
             self._step(images, labels)
 
     def capture(self, images: Tensor, labels: Tensor) -> None:
@@ -177,7 +176,7 @@ class Step:
         with self._unchanged():
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                with kernels.compile_together():
+                with compile_together():
                     self._step(*self._static)
                 for _ in range(3):
                     self._step(*self._static)
