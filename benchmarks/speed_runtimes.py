@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import multilinear
-from multilinear.train.step import compile_blocks
+from multilinear.layers import compile_blocks
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], object]

@@ -14,10 +14,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from multilinear.kernels import use_kernels
+from multilinear.layers import compile_blocks
 from multilinear.models import create
 from multilinear.train.config import load_recipe
 from multilinear.train.optim import Average, build_optimizers, set_learning_rate
-from multilinear.train.step import Step, compile_blocks
+from multilinear.train.step import Step
 
 
 def measure(batch: int, *, kernels: bool, graph: bool, compiled: bool) -> float:

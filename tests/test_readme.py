@@ -1,4 +1,4 @@
-"""What the README says is run, in order, in an empty folder."""
+"""What the README and the pages of docs/ say is run, in order, in an empty folder."""
 
 import os
 import re
@@ -13,6 +13,7 @@ from multilinear.models import names
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = [page for page in (Path(__file__).parents[1] / "docs").glob("*.md") if "```python" in page.read_text()]
 COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL) for line in block.splitlines()]
 
 
@@ -20,6 +21,13 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL
 def test_examples_run(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_examples_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    exec(compile(code, page.name, "exec"), {})
 
 
 def test_commands_run(tmp_path):

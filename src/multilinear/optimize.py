@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from multilinear import kernels
 from multilinear.errors import MultilinearError, check_choice
 from multilinear.kernels import cpu
-from multilinear.layers import PatchEmbed, PolyBlock, PyramidPatchEmbed, fold
+from multilinear.layers import PolyBlock, PyramidPatchEmbed, compile_blocks, fold
 from multilinear.layers.embed import check_image_size
 from multilinear.layers.mu import FoldedMuLayer, MuLayer
 from multilinear.layers.shift import SpatialShift
@@ -330,9 +330,5 @@ def _graph(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
                 setattr(parent, name, child.as_one().requires_grad_(False))
     model = InType(root["model"], dtype)
     if torch.cuda.get_device_capability(device)[0] >= 7:  # or there is no Triton to compile with
-        torch._dynamo.config.recompile_limit = 64  # blocks of one width share one compilation
-        slow = [block for block in model.modules() if isinstance(block, PolyBlock) and not block.fuses()]
-        between = (Downsample, PatchEmbed, PyramidPatchEmbed) if slow else ()  # the first compilation costs the most
-        for part in (*slow, *(part for part in model.modules() if isinstance(part, between))):
-            part.compile()
+        compile_blocks(model, Downsample)
     return CudaGraphs(model)

@@ -46,6 +46,8 @@ def test_published_widths_have_plans(channels, shrinkage):
     assert hopper.plan_for(sizes, save=False) is not None
     # in training n is written from where it is staged
     assert hopper.plan_for(sizes, save=True).staged
+    assert hopper.plan_back(sizes) is not None
+    assert hopper.plan_lift(sizes) is not None
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is not None
 
 

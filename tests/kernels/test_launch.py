@@ -76,7 +76,7 @@ def test_what_was_undefined_is_not_kept():
 
 
 @pytest.mark.gpu
-def test_the_way_back_is_compiled_too():
+def test_a_step_after_it_computes():
     block = PolyBlock(128).cuda()
     x = torch.randn(2, 8, 8, 128, device="cuda", requires_grad=True)
     with torch.autocast("cuda", torch.bfloat16), kernels.compile_together():

@@ -2,8 +2,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from multilinear.layers import INITIALISERS, NORMS, MuLayer, PolyBlock, init_weights, spatial_shift
+from multilinear.layers import (
+    INITIALISERS,
+    NORMS,
+    MuLayer,
+    PatchEmbed,
+    PolyBlock,
+    compile_blocks,
+    init_weights,
+    spatial_shift,
+)
 
 
 def test_equation_one():
@@ -91,3 +101,17 @@ def test_products_tell_their_range_when_watched():
     layer.watch_range = True
     layer(torch.zeros(3, 4))
     assert layer.range == 0
+
+
+def test_only_what_no_kernel_takes_is_compiled(monkeypatch):
+    net = nn.Sequential(PatchEmbed(2, 3, 16), PolyBlock(16), PolyBlock(16), nn.Flatten())
+    compiled = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
+    monkeypatch.setattr(PolyBlock, "fuses", lambda block: block is net[1])
+    compile_blocks(net)
+    assert compiled == [net[0], net[2]]
+    compile_blocks(net, nn.Flatten)
+    assert compiled[2:] == [net[0], net[2], net[3]]
+    monkeypatch.setattr(PolyBlock, "fuses", lambda block: True)
+    compile_blocks(net, nn.Flatten)
+    assert len(compiled) == 5

@@ -182,3 +182,29 @@ def test_a_range_penalty_makes_products_smaller():
         return block.mu1.range + block.mu2.range
 
     assert typical(one_step(range_penalty=0.1)[1]) < typical(one_step()[1])
+
+
+def test_compiling_ahead_leaves_the_run_as_it_was(monkeypatch):
+    """On a CPU, where it is a whole step, so that there is something to undo."""
+    for name in ("get_rng_state", "set_rng_state"):
+        monkeypatch.setattr(torch.cuda, name, lambda *state: None)
+    torch.manual_seed(0)
+    model = MONet(widths=(8,), depths=(1,), patches=(2,), num_classes=3, in_chans=1, norm="batch")
+    adam = torch.optim.AdamW(model.parameters())
+    step = Step(model, model, [adam], None, Recipe(), (torch.zeros(1), torch.ones(1)))
+    once, twice = copy.deepcopy(model.state_dict()), []
+    step.compile(IMAGES, LABELS)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, once[key]), key
+    assert all(not state.any() for states in adam.state.values() for state in states.values())
+    assert step.loss_sum.item() == 0
+    # and the next one is the first one
+    fresh = copy.deepcopy(model)
+    other = Step(fresh, fresh, [torch.optim.AdamW(fresh.parameters())], None, Recipe(), (torch.zeros(1), torch.ones(1)))
+    for one in (step, other):
+        torch.manual_seed(1)
+        one(IMAGES, LABELS)
+        twice.append(one.mean_loss())
+    assert twice[0] == twice[1]
+    for found, expected in zip(model.parameters(), fresh.parameters(), strict=True):
+        torch.testing.assert_close(found, expected)

@@ -57,13 +57,14 @@ BACK = {
 
 
 class First(NamedTuple):
-    """How a processor shares out the first Mu-Layer: groups of warps, tiles of x that each keeps (with none, x comes
-    where u was), registers of a thread, and programs at a time."""
+    """How a processor shares out the first Mu-Layer: groups of warps, tiles that each keeps (with none, x comes where u
+    was), registers of a thread, programs at a time, and hidden channels of a chunk."""
 
     groups: int
     tiles: int
     registers: int
     programs: int = 1
+    chunk: int = 64
 
 
 FIRST = {
@@ -80,24 +81,11 @@ LIFT = {
     (192, 48): First(2, 2, 240),
     (256, 32): First(2, 1, 240),
 }
-
-
-class FirstBack(NamedTuple):
-    """The same for the way back: hidden channels of a chunk, groups of warps, tiles of u and of the gradient that each
-    keeps, registers of a thread, and programs at a time."""
-
-    chunk: int
-    groups: int
-    tiles: int
-    registers: int
-    programs: int = 1
-
-
 FIRST_BACK = {
-    (64, 8): FirstBack(64, 2, 2, 240),
-    (128, 16): FirstBack(32, 3, 1, 168),
-    (192, 24): FirstBack(32, 2, 1, 240),
-    (192, 48): FirstBack(32, 2, 1, 240),
+    (64, 8): First(2, 2, 240),
+    (128, 16): First(3, 1, 168, chunk=32),
+    (192, 24): First(2, 1, 240, chunk=32),
+    (192, 48): First(2, 1, 240, chunk=32),
 }
 
 
@@ -108,7 +96,7 @@ def plan_first(s: "Sizes", rows: int, height: int, width: int, keep_border: bool
 
 
 @lru_cache
-def plan_first_back(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> FirstBack | None:
+def plan_first_back(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The same for the way back down to u."""
     return FIRST_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
 
@@ -219,7 +207,7 @@ def mu1(
 
 def mu1_back(
     grad: Tensor, u: Tensor, stats: Tensor, keep: Tensor | None, E: Tensor, h: Tensor, db: Tensor, d: Tensor,
-    ready: "Prepared", s: "Sizes", plan: FirstBack, start: int,
+    ready: "Prepared", s: "Sizes", plan: First, start: int,
 ) -> Tensor:  # fmt: skip
     """What `block_backward.mu1_back` does: parts of the sums for the gradients of the norms' parameters."""
     from multilinear.kernels import hopper_mu1_back

@@ -29,9 +29,9 @@ from multilinear.kernels.hopper_parts import (
 
 
 @gluon.constexpr_function
-def copied():
+def copied(width):
     """How tokens are shared out for copies: eight channels a thread."""
-    return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
@@ -53,11 +53,11 @@ def shifted(row, first, R: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constex
 
 
 @gluon.jit
-def fetch_shifted(u_ptr, row, rows, grid, tiles, place, C: gl.constexpr, STRIDE: gl.constexpr):
-    """Start copying the shifted first part of a tile's u."""
-    live = (row + gl.arange(0, 64, layout=gl.SliceLayout(1, copied())) < rows)[:, None]
-    for k in gl.static_range(C // 64):
-        where = u_ptr + shifted(row, 64 * k, C, 64, STRIDE, grid, copied())
+def fetch_shifted(u_ptr, row, rows, grid, tiles, place, C: gl.constexpr, STRIDE: gl.constexpr, J: gl.constexpr):
+    """Start copying the shifted first part of a tile's u, in chunks of J columns."""
+    live = (row + gl.arange(0, 64, layout=gl.SliceLayout(1, copied(J))) < rows)[:, None]
+    for k in gl.static_range(C // J):
+        where = u_ptr + shifted(row, J * k, C, J, STRIDE, grid, copied(J))
         where = gl.max_contiguous(gl.multiple_of(where, [1, 16]), [1, 8])  # eight channels always move together
         async_copy.async_copy_global_to_shared(tiles.index(place + k), where, mask=live)
     async_copy.commit_group()
@@ -100,7 +100,7 @@ def consume(
     row = (group * GROUPS + which) * 64
     if TILES > 0:
         fetch(x_desc, row, full_x.index(which * KEPT), tiles_x, which * KEPT * P, C)
-    fetch_shifted(u_ptr, row, rows, grid, tiles_a, which * KEPT * P, C, STRIDE)
+    fetch_shifted(u_ptr, row, rows, grid, tiles_a, which * KEPT * P, C, STRIDE, 64)
     low = load_low(u_ptr, row, rows, grid, C, L1, K1, STRIDE)
     mbarrier.wait(full_w, 0)
     while group < groups:
@@ -118,7 +118,7 @@ def consume(
             other = which * 2 + (turn + 1) % 2
             tma.store_wait(0)
             fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
-            fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, other * P, C, STRIDE)
+            fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, other * P, C, STRIDE, 64)
         mean, scale_a = row_norm(tiles_a, place, eps, C)  # the first branch's norm
         # the second's, whose mean is zero
         total = row_zeros()
@@ -169,7 +169,7 @@ def consume(
             gl.thread_barrier()
             if TILES == 1:
                 fetch(x_desc, ahead, full_x.index(mine), tiles_x, place, C)
-            fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE)
+            fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE, 64)
         turn += 1
         group += gl.num_programs(0)
     async_copy.wait_group(0)

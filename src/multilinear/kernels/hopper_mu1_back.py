@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multilinear.kernels.hopper_mu1 import load_low, shifted
+from multilinear.kernels.hopper_mu1 import fetch_shifted, load_low
 from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
@@ -32,12 +32,6 @@ from multilinear.kernels.hopper_parts import (
     times_columns,
     zeros,
 )
-
-
-@gluon.constexpr_function
-def copied(width):
-    """How tokens are shared out for copies: eight channels a thread."""
-    return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -62,17 +56,6 @@ def column_sums(x, J: gl.constexpr):
     """Sums over the rows of each warp. To exchange ahead of them takes far less than an exchange for each."""
     x = gl.sum(x.reshape([4, 2, 8, J]), 1)
     return gl.sum(gl.convert_layout(x, summing(J)), 1)
-
-
-@gluon.jit
-def fetch_shifted(u_ptr, row, rows, grid, tiles, place, C: gl.constexpr, STRIDE: gl.constexpr, J: gl.constexpr):
-    """Start copying the shifted first part of a tile's u, in chunks."""
-    live = (row + gl.arange(0, 64, layout=gl.SliceLayout(1, copied(J))) < rows)[:, None]
-    for k in gl.static_range(C // J):
-        where = u_ptr + shifted(row, J * k, C, J, STRIDE, grid, copied(J))
-        where = gl.max_contiguous(gl.multiple_of(where, [1, 16]), [1, 8])  # eight channels always move together
-        async_copy.async_copy_global_to_shared(tiles.index(place + k), where, mask=live)
-    async_copy.commit_group()
 
 
 @gluon.jit

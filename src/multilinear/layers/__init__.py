@@ -4,7 +4,7 @@ from multilinear.kernels import compile_together
 from multilinear.layers.embed import FUSIONS, PatchEmbed, PyramidPatchEmbed, check_image_size
 from multilinear.layers.fold import fold, is_folded
 from multilinear.layers.init import DEFAULT_INIT, INITIALISERS, init_weights
-from multilinear.layers.mu import FoldedMuLayer, MuLayer, PolyBlock
+from multilinear.layers.mu import FoldedMuLayer, MuLayer, PolyBlock, compile_blocks
 from multilinear.layers.norm import NORMS, Affine, BatchNorm, affine_of, collect_statistics, make_norm
 from multilinear.layers.shift import BORDERS, SpatialShift, spatial_shift
 
@@ -25,6 +25,7 @@ __all__ = [
     "affine_of",
     "check_image_size",
     "collect_statistics",
+    "compile_blocks",
     "compile_together",
     "fold",
     "init_weights",

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from multilinear import kernels
+from multilinear.layers.embed import PatchEmbed, PyramidPatchEmbed
 from multilinear.layers.init import DEFAULT_INIT, init_weights
 from multilinear.layers.norm import Affine, BatchNorm, make_norm
 from multilinear.layers.shift import SpatialShift
@@ -268,3 +269,23 @@ class PolyBlock(nn.Module):
         if self._prepared is None or self._prepared[0] != key:
             self._prepared = key, kernels.prepare_block(weights, dtype)
         return self._prepared[1]
+
+
+def compile_blocks(model: nn.Module, *more: type[nn.Module]) -> None:
+    """Compile the embedding, every Poly-Block and modules of `more` types in place; blocks of one width and mode share
+    one compilation.
+
+    Blocks that run as fused kernels are left as they are, and so is all else in a network that has no others: then the
+    first step comes sooner, and no step later.
+
+    >>> compile_blocks(nn.Linear(1, 1))
+    """
+    torch._dynamo.config.recompile_limit = 64  # widths of stages times training and evaluation
+    kinds = (PatchEmbed, PolyBlock, PyramidPatchEmbed, *more)
+    modules = [module for module in model.modules() if isinstance(module, kinds)]
+    fused = [module for module in modules if isinstance(module, PolyBlock) and module.fuses()]
+    if len(fused) == sum(isinstance(module, PolyBlock) for module in modules) > 0:
+        return
+    for module in modules:
+        if module not in fused:
+            module.compile()

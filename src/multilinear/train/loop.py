@@ -15,7 +15,7 @@ from rich.console import Console
 from multilinear.errors import MultilinearError
 from multilinear.evaluate import Evaluation
 from multilinear.files import write_atomically
-from multilinear.layers import check_image_size, collect_statistics
+from multilinear.layers import check_image_size, collect_statistics, compile_blocks
 from multilinear.layers.norm import BatchNorm
 from multilinear.models import MONet, create, load, save
 from multilinear.train.batches import Batches, open_batches
@@ -24,7 +24,7 @@ from multilinear.train.config import Recipe
 from multilinear.train.distributed import Processes, spread
 from multilinear.train.log import Bar, Dashboards, Row, progress_bar, write_history
 from multilinear.train.optim import Average, build_optimizers, learning_rate, set_learning_rate
-from multilinear.train.step import Step, augment_batch, compile_blocks
+from multilinear.train.step import Step, augment_batch
 
 STATISTICS_BATCHES = 64  # for batch norms, at the end
 CHECK_EVERY = 50  # steps between looks at the loss on a GPU, each of which waits for it

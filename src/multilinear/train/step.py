@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from multilinear.data.augment import Mixed, apply_policy, crop_and_flip, erase, mix, normalise
-from multilinear.layers import MuLayer, PatchEmbed, PolyBlock, PyramidPatchEmbed, compile_together
+from multilinear.layers import MuLayer, compile_together
 from multilinear.train.config import AugmentConfig, Recipe
 from multilinear.train.optim import Average
 
@@ -185,21 +185,3 @@ class Step:
             with torch.cuda.graph(graph):
                 self._step(*self._static)
         self._graph = graph
-
-
-def compile_blocks(model: nn.Module) -> None:
-    """Compile the embedding and every Poly-Block in place; blocks of one width and mode share one compilation.
-
-    Blocks that run as fused kernels are left as they are, and so is the embedding of a network that has no others: then
-    the first step comes sooner, and no step later.
-
-    >>> compile_blocks(nn.Linear(1, 1))
-    """
-    torch._dynamo.config.recompile_limit = 64  # widths of stages times training and evaluation
-    modules = [module for module in model.modules() if isinstance(module, PatchEmbed | PolyBlock | PyramidPatchEmbed)]
-    fused = [module for module in modules if isinstance(module, PolyBlock) and module.fuses()]
-    if len(fused) == sum(isinstance(module, PolyBlock) for module in modules) > 0:
-        return
-    for module in modules:
-        if module not in fused:
-            module.compile()
