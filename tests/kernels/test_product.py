@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from multilinear.layers import MuLayer
+
 CHECK = """
 import torch
 from torch.nn import functional as F
-from multilinear.kernels.product import fused_normed_product
+from multilinear.kernels.product import fused_normed_product, fused_shifted_product
+from multilinear.layers.shift import spatial_shift
 torch.manual_seed(0)
 for rows, width in [(1, 8), (5, 12), (7, 48), (33, 64), (3, 192), (2, 576), (2, 1152)]:
     a, b = (torch.randn(rows, width).requires_grad_() for _ in range(2))
@@ -27,6 +30,12 @@ for rows, width in [(1, 8), (5, 12), (7, 48), (33, 64), (3, 192), (2, 576), (2, 
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
     for f, e in zip(found, torch.autograd.grad(expected, exact, grad.double())):
         torch.testing.assert_close(f.double(), e, rtol=1e-3, atol=1e-3)
+for shape, border in [((2, 3, 5, 8), "keep"), ((1, 7, 7, 48), "zero"), ((4, 1, 384), "keep"), ((1, 2, 2, 12), "zero")]:
+    (a, b), width = torch.randn(2, *shape), shape[-1]
+    weights = [torch.randn(width) for _ in range(4)]
+    out = fused_shifted_product(a, b, *weights, torch.tensor(0.7), 1e-6, border == "keep")
+    p = F.layer_norm(spatial_shift(a, border), (width,), *weights[:2], 1e-6)
+    torch.testing.assert_close(out, p + 0.7 * p * F.layer_norm(b, (width,), *weights[2:], 1e-6), rtol=1e-4, atol=1e-4)
 print("agrees")
 """
 
@@ -57,3 +66,15 @@ def test_cuda_kernels_agree_with_float64(width, dtype):
     assert ((out.double() - expected).norm() / expected.norm()).item() < tolerance
     for f, e in zip(found, torch.autograd.grad(expected, exact, grad.double()), strict=True):
         assert ((f.double() - e).norm() / e.norm()).item() < 2 * tolerance
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("border", ["keep", "zero"])
+@pytest.mark.parametrize("width", [48, 384])
+def test_inference_shifts_while_it_loads(width, border):
+    layer = MuLayer(width, shift=border, norm="layer").cuda().bfloat16()
+    x = torch.randn(3, 7, 5, width, device="cuda").bfloat16()
+    expected = layer(x)
+    with torch.no_grad():
+        found = layer(x)
+    assert (found - expected).norm() < 1e-2 * expected.norm()

@@ -98,16 +98,33 @@ def normed_product(
     norm_b: tuple[Tensor, Tensor],
     alpha: Tensor,
     eps: float,
+    border: str | None = None,
 ) -> Tensor:
     """`p + alpha * p * q` for the layer norms p of `a` and q of `b`, in one pass over memory each way. GPU only.
+
+    With a `border`, `a` is still to be shifted; without gradients, and if `shift_serves`.
 
     >>> callable(normed_product)
     True
     """
-    from multilinear.kernels.product import fused_normed_product
+    from multilinear.kernels.product import fused_normed_product, fused_shifted_product
 
+    if border is not None:
+        shifted: Tensor = fused_shifted_product(
+            a.contiguous(), b.contiguous(), *norm_a, *norm_b, alpha, eps, border == "keep"
+        )
+        return shifted
     out: Tensor = fused_normed_product(a.contiguous(), b.contiguous(), *norm_a, *norm_b, alpha, eps)[0]
     return out
+
+
+def shift_serves(a: Tensor) -> bool:
+    """Whether a product takes `a` (..., H, W, C) ahead of its spatial shift: whole quarters, places of 32 bits.
+
+    >>> shift_serves(torch.zeros(1, 2, 2, 8)), shift_serves(torch.zeros(2, 2, 6))
+    (True, False)
+    """
+    return a.ndim >= 3 and a.shape[-1] % 4 == 0 and 0 < a.numel() < 2**31
 
 
 @torch.compiler.assume_constant_result

@@ -118,14 +118,20 @@ def mu1_back(
     store_column(d_ptr + L1, row, live, tl.full((T,), 1.0, tl.float32), SD1)
     y0, y1 = factor(d0, d1, B_ptr, b_ptr, R1, R10, R11, L1, L10, L11)
     store_rows(db_ptr, row, live, y0, y1, R1, R10, R11)
+    step = tl.arange(0, STEP)
+    a = gather(u_ptr, tile, step, tile + step < rows, height, width, 0, columns(0, BLOCK), R1, US, KEEP, V1)
     tl.debug_barrier()
     scale_a, shift_a = tl.zeros((STEP, BLOCK), tl.float32), tl.zeros((STEP, BLOCK), tl.float32)
     scale_b, shift_b = tl.zeros((STEP, BLOCK), tl.float32), tl.zeros((STEP, BLOCK), tl.float32)
     for start in tl.range(0, T, STEP, num_stages=1):
+        ahead = start + STEP + tl.arange(0, STEP)  # on their way while these rows are dealt with
+        there = (ahead < T) & (tile + ahead < rows)
+        next_a = gather(u_ptr, tile, ahead, there, height, width, 0, columns(0, BLOCK), R1, US, KEEP, V1)
         more = mu1_rows(
-            u_ptr, stats_ptr, keep_ptr, b_ptr, E_ptr, h_ptr, db_ptr, tile, start + tl.arange(0, STEP), rows, height,
-            width, R1, US, V1, KEEP, DROP, BLOCK,
+            a, stats_ptr, keep_ptr, b_ptr, E_ptr, h_ptr, db_ptr, tile + start + tl.arange(0, STEP), rows,
+            height * width, R1, US, DROP, BLOCK,
         )  # fmt: skip
+        a = next_a
         scale_a += more[0]
         shift_a += more[1]
         scale_b += more[2]
@@ -149,18 +155,18 @@ def load_below(ptr, j, mask):
 
 @triton.jit
 def mu1_rows(
-    u_ptr, stats_ptr, keep_ptr, b_ptr, E_ptr, h_ptr, db_ptr, tile, local, rows, height, width,
-    R1: tl.constexpr, US: tl.constexpr, V1: tl.constexpr, KEEP: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
+    a, stats_ptr, keep_ptr, b_ptr, E_ptr, h_ptr, db_ptr, row, rows, tokens,
+    R1: tl.constexpr, US: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of E, h and db from those of dh and B d + b; and the terms of the gradients of the norms' parameters."""
-    row = tile + local
+    """Rows of E, h and db from those of dh, B d + b and the shifted u; and the terms of the gradients of the norms'
+    parameters."""
     live = row < rows
     j = tl.arange(0, BLOCK)
     mask = live[:, None] & (j < R1)[None, :]
     place = row[:, None] * R1 + j[None, :]
     dh = tl.load(h_ptr + place, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(db_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    a = gather(u_ptr, tile, local, live, height, width, 0, j, R1, US, KEEP, V1).to(tl.float32)
+    a = a.to(tl.float32)
     mean = tl.load(stats_ptr + row * 3, mask=live, other=0.0)
     scale_a = tl.load(stats_ptr + row * 3 + 1, mask=live, other=0.0)
     scale_b = tl.load(stats_ptr + row * 3 + 2, mask=live, other=0.0)
@@ -171,7 +177,7 @@ def mu1_rows(
     q = b * weight_b + load_below(b_ptr + 4 * R1, j, mask)
     h = p * q
     if DROP:
-        keep = tl.load(keep_ptr + row // (height * width), mask=live, other=0.0)[:, None]
+        keep = tl.load(keep_ptr + row // tokens, mask=live, other=0.0)[:, None]
         h *= keep
         dh *= keep
     tl.store(h_ptr + place, h.to(h_ptr.dtype.element_ty), mask=mask)
@@ -233,13 +239,19 @@ def lift_back(
     dn0, dn1 = spread(du, AD_ptr, R1 + j, dn0, dn1, U, C, C0, C1, C, 1, R1 + LOW > U)
     # dn waits in the cache, where the result will be: a product's rows are spread over too many threads for a norm
     store_rows(out_ptr, row, live, dn0, dn1, C, C0, C1)
+    step = tile + tl.arange(0, STEP)
+    x, grad = load_both(x_ptr, grad_ptr, step, step < rows, C, BLOCK)
     tl.debug_barrier()
     sums = norm_sums(STEP, BLOCK)
     for start in tl.range(tile, tile + T, STEP, num_stages=1):
+        step = start + tl.arange(0, STEP)
+        ahead = step + STEP  # on their way while these rows are dealt with
+        next_x, next_grad = load_both(x_ptr, grad_ptr, ahead, ahead < tl.minimum(rows, tile + T), C, BLOCK)
         sums = norm_rows(
-            out_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, start + tl.arange(0, STEP), rows,
-            height * width, eps, C, True, DROP, BLOCK,
+            out_ptr, x, grad, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, step, rows, height * width, eps, C, True,
+            DROP, BLOCK,
         )  # fmt: skip
+        x, grad = next_x, next_grad
     store_sums(sums_ptr, sums, C, BLOCK)
 
 
@@ -252,9 +264,10 @@ def norm_back(
     sums = norm_sums(T, BLOCK)
     for start in range(tl.program_id(0) * T, rows, tl.num_programs(0) * T):
         row = start + tl.arange(0, T)
+        x, grad = load_both(x_ptr, grad_ptr, row, row < rows, C, BLOCK)
         sums = norm_rows(
-            dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, out_ptr, sums, row, rows, tokens, eps,
-            C, False, DROP, BLOCK,
+            dn_ptr, x, grad, keep_ptr, vectors_ptr, out_ptr, out_ptr, sums, row, rows, tokens, eps, C, False, DROP,
+            BLOCK,
         )  # fmt: skip
     store_sums(sums_ptr, sums, C, BLOCK)
 
@@ -275,8 +288,16 @@ def store_sums(ptr, sums, C: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def load_both(x_ptr, grad_ptr, row, live, C: tl.constexpr, BLOCK: tl.constexpr):
+    column = tl.arange(0, BLOCK)
+    mask = live[:, None] & (column < C)[None, :]
+    place = row[:, None] * C + column[None, :]
+    return tl.load(x_ptr + place, mask=mask, other=0.0), tl.load(grad_ptr + place, mask=mask, other=0.0)
+
+
+@triton.jit
 def norm_rows(
-    dn_ptr, x_ptr, grad_ptr, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, row, rows, tokens, eps,
+    dn_ptr, x, grad, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, row, rows, tokens, eps,
     C: tl.constexpr, WRITE: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of the gradient of x; if asked, of the norm's output next to a column of ones; and the sums with them."""
@@ -285,9 +306,8 @@ def norm_rows(
     column = tl.arange(0, BLOCK)
     mask = live[:, None] & (column < C)[None, :]
     place = row[:, None] * C + column[None, :]
-    x = tl.load(x_ptr + place, mask=mask, other=0.0).to(tl.float32)
     dn = tl.load(dn_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    x, grad = x.to(tl.float32), grad.to(tl.float32)
     weight = load_below(vectors_ptr, column, mask)
     x -= (tl.sum(x, 1) / C)[:, None]
     if BLOCK > C:

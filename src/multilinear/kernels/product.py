@@ -13,7 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from multilinear.kernels.block import chunk
 from multilinear.kernels.block_backward import load_below
+from multilinear.kernels.block_parts import gather
 from multilinear.kernels.launch import launch
 
 # columns of a padded row -> rows and warps of a tile forward; rows, warps and programs backward (measured on an H200)
@@ -30,8 +32,9 @@ def _norm(x, mask, width):
 
 @triton.jit
 def _forward(
-    a_ptr, b_ptr, out_ptr, stats_ptr, wa_ptr, ba_ptr, wb_ptr, bb_ptr, alpha_ptr, rows, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    a_ptr, b_ptr, out_ptr, stats_ptr, wa_ptr, ba_ptr, wb_ptr, bb_ptr, alpha_ptr, rows, height, width, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, SHIFT: tl.constexpr, KEEP: tl.constexpr,
+    V: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -39,7 +42,12 @@ def _forward(
     mask = (row < rows)[:, None] & inside[None, :]
     place = row[:, None] * WIDTH + column[None, :]
     alpha = tl.load(alpha_ptr).to(tl.float32)
-    a = tl.load(a_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    if SHIFT:
+        local = tl.arange(0, ROWS)
+        a = gather(a_ptr, tl.program_id(0) * ROWS, local, row < rows, height, width, 0, column, WIDTH, WIDTH, KEEP, V)
+    else:
+        a = tl.load(a_ptr + place, mask=mask, other=0.0)
+    a = a.to(tl.float32)
     mean_a, centred_a, variance_a = _norm(a, mask, WIDTH)
     scale_a = 1 / tl.sqrt(variance_a + eps)
     wa = load_below(wa_ptr, column, mask).to(tl.float32)
@@ -52,10 +60,11 @@ def _forward(
     bb = load_below(bb_ptr, column, mask).to(tl.float32)
     q = centred_b * scale_b[:, None] * wb + bb
     tl.store(out_ptr + place, (p + alpha * p * q).to(out_ptr.dtype.element_ty), mask=mask)
-    tl.store(stats_ptr + row * 4, mean_a, mask=row < rows)
-    tl.store(stats_ptr + row * 4 + 1, scale_a, mask=row < rows)
-    tl.store(stats_ptr + row * 4 + 2, mean_b, mask=row < rows)
-    tl.store(stats_ptr + row * 4 + 3, scale_b, mask=row < rows)
+    if not SHIFT:  # which is for inference
+        tl.store(stats_ptr + row * 4, mean_a, mask=row < rows)
+        tl.store(stats_ptr + row * 4 + 1, scale_a, mask=row < rows)
+        tl.store(stats_ptr + row * 4 + 2, mean_b, mask=row < rows)
+        tl.store(stats_ptr + row * 4 + 3, scale_b, mask=row < rows)
 
 
 @triton.jit
@@ -135,10 +144,31 @@ def fused_normed_product(
     stats = torch.empty(rows, 4, device=a.device, dtype=torch.float32)
     block, tile, warps, *_ = _tile(width)
     launch(
-        _forward, triton.cdiv(rows, tile), a, b, out, stats, wa, ba, wb, bb, alpha, rows, eps, width, block, tile,
-        num_warps=warps,
+        _forward, triton.cdiv(rows, tile), a, b, out, stats, wa, ba, wb, bb, alpha, rows, 1, 1, eps, width, block, tile,
+        SHIFT=False, KEEP=True, V=1, num_warps=warps,
     )  # fmt: skip
     return out, stats
+
+
+@torch.library.custom_op("multilinear::shifted_normed_product", mutates_args=())
+def fused_shifted_product(
+    a: Tensor, b: Tensor, wa: Tensor, ba: Tensor, wb: Tensor, bb: Tensor, alpha: Tensor, eps: float, keep_border: bool
+) -> Tensor:
+    """The product for `a` (..., H, W, C) ahead of its spatial shift; for inference."""
+    height, across, width = a.shape[-3:]
+    rows = a.numel() // width
+    out = torch.empty_like(a)
+    block, tile, warps, *_ = _tile(width)
+    launch(
+        _forward, triton.cdiv(rows, tile), a, b, out, None, wa, ba, wb, bb, alpha, rows, height, across, eps, width,
+        block, tile, SHIFT=True, KEEP=keep_border, V=chunk(width // 4, 8), num_warps=warps,
+    )  # fmt: skip
+    return out
+
+
+@fused_shifted_product.register_fake
+def _(a: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(a)
 
 
 @torch.library.custom_op("multilinear::normed_product_backward", mutates_args=())

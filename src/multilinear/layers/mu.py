@@ -90,14 +90,19 @@ class MuLayer(nn.Module):
         init_weights(self, init)
 
     def forward(self, x: Tensor) -> Tensor:
-        first = self.shift(self.A(x))
+        first = self.A(x)
         second = self.B(self.shift_second(self.D(x)))
         norm_a, norm_b = self.norm_a, self.norm_b
         if isinstance(norm_a, nn.LayerNorm) and isinstance(norm_b, nn.LayerNorm) and kernels.fused_for(first):
+            border = None
+            if not torch.is_grad_enabled() and type(self.shift) is SpatialShift and kernels.shift_serves(first):
+                border = self.shift.border  # the kernel shifts while it loads
+            else:
+                first = self.shift(first)
             weights = (norm_a.weight, norm_a.bias), (norm_b.weight, norm_b.bias)
-            product = kernels.normed_product(first, second, *weights, self.alpha, norm_a.eps)
+            product = kernels.normed_product(first, second, *weights, self.alpha, norm_a.eps, border)
         else:
-            first = norm_a(first)
+            first = norm_a(self.shift(first))
             product = first + self.alpha * first * norm_b(second)
         if self.watch_range:
             self.range = product.float().square().square().mean()
