@@ -208,3 +208,29 @@ def test_compiling_ahead_leaves_the_run_as_it_was(monkeypatch):
     assert twice[0] == twice[1]
     for found, expected in zip(model.parameters(), fresh.parameters(), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_a_captured_step_is_the_same_step(dtype):
+    images = torch.randint(0, 256, (3, 8, 32, 32, 3), dtype=torch.uint8, device="cuda")
+    if dtype == torch.float32:  # as a loader prepares them
+        images = (images.permute(0, 1, 4, 2, 3) / 255).contiguous()
+    labels = torch.randint(0, 4, (3, 8), device="cuda")
+    losses = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = MONet(widths=(64, 128), depths=(2, 2), patches=(2,), shrinkage=8, num_classes=4).cuda().train()
+        recipe = Recipe()
+        statistics = torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
+        step = Step(model, model, build_optimizers(model, recipe.optim), None, recipe, statistics)
+        if captured:
+            step.capture(images[0], labels[0])
+        else:
+            step.compile(images[0], labels[0])
+        found = []
+        for batch, target in zip(images, labels, strict=True):
+            step(batch, target)
+            found.append(step.mean_loss())
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)

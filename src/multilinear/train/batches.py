@@ -25,13 +25,13 @@ class Batches(Protocol):
     mean: tuple[float, ...]
     std: tuple[float, ...]
     steps: int  # of one epoch
-    fixed: bool  # same shape and dtype every time, on the device: a step can be captured
+    crop: float  # the share of an image that is looked at when the network is used
     has_validation: bool
     frequencies: list[float]  # of the classes among the training images
     final_split: str  # judged at the end: "test", or "val" where there are no test images
 
     def epoch(self, epoch: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """This process's share of the batches of an epoch, from step `start` on."""
+        """This process's share of the batches of an epoch, from step `start` on; all of one shape and dtype."""
         ...
 
     def score(self, model: nn.Module, split: str, amp: bool) -> Evaluation: ...
@@ -75,7 +75,7 @@ def open_batches(recipe: Recipe, folder: Path | None, processes: Processes) -> B
 class ArrayBatches:
     """A small data set, whole on the device as uint8. An epoch's order depends on the seed and its number alone."""
 
-    fixed = True
+    crop = 1.0
     final_split = "test"
 
     def __init__(self, data: ArrayData, recipe: Recipe, processes: Processes) -> None:
@@ -115,7 +115,7 @@ class ArrayBatches:
 class FolderBatches:
     """Image files through timm's loader. Broken ones are replaced, remembered and counted."""
 
-    fixed = False
+    crop = 0.875
 
     def __init__(self, recipe: Recipe, root: Path, processes: Processes) -> None:
         self.processes, self.root = processes, root

@@ -167,7 +167,7 @@ class Run:
             self.share = self._share()
             set_learning_rate(list(self.step.optimizers), self.share)
             if self.cuda and self.processes.world == 1 and self.first_step_seconds == 0:
-                get_ready = self.step.capture if self._should_capture() else self.step.compile
+                get_ready = self.step.capture if run.graph and run.accumulate == 1 else self.step.compile
                 get_ready(images, labels)
             self.step(images, labels)
             self.position.step += 1
@@ -182,10 +182,6 @@ class Run:
             if run.save_every and self.position.step % run.save_every == 0 and self.position.step < self.batches.steps:
                 self.position.seconds = time.perf_counter() - start
                 self._save()
-
-    def _should_capture(self) -> bool:
-        run = self.recipe.run
-        return run.graph and self.batches.fixed and run.accumulate == 1
 
     def _share(self) -> float:
         steps = self.batches.steps
@@ -273,7 +269,7 @@ class Run:
             "mean": list(batches.mean),
             "std": list(batches.std),
             "interpolation": "bicubic",
-            "crop_pct": 1.0 if batches.fixed else 0.875,
+            "crop_pct": batches.crop,
         }
         if self.processes.is_main:
             save(model, path, labels=batches.classes, preprocessing=preprocessing)
