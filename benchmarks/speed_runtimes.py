@@ -20,6 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import multilinear
 from multilinear.layers import compile_blocks
+from multilinear.train.config import OptimConfig
+from multilinear.train.optim import build_optimizers, set_learning_rate
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}
 Call = Callable[[], object]
@@ -119,7 +121,8 @@ class TrainingStep:
         elif compiled:
             self.forward = torch.compile(self.model, dynamic=False)
         on_gpu = device.type == "cuda"
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True, capturable=on_gpu)
+        (self.optimizer,) = build_optimizers(self.model, OptimConfig())  # AdamW, fused on a GPU
+        set_learning_rate([self.optimizer], 0.1)
         self.images = torch.randn(batch, *shape, device=device).contiguous(memory_format=layout)
         classes: Any = self.model.num_classes
         self.labels = torch.randint(0, classes, (batch,), device=device)

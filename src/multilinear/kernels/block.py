@@ -183,9 +183,9 @@ TILES = {
     128: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(64, 4, 64, 2),
           "mu2_back": Tile(128, 8, 32, 3), "mu1_back": Tile(64, 4, 64, 2), "lift_back": Tile(64, 4, 32, 2)},
     192: {"lift": Tile(64, 4, 64, 3), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(128, 8, 32, 3),
-          "mu2_back": Tile(128, 8, 32, 2), "mu1_back": Tile(64, 4, 64, 2, 168), "lift_back": Tile(64, 4, 32, 2)},
+          "mu2_back": Tile(128, 8, 32, 2), "mu1_back": Tile(64, 4, 64, 2, 168), "lift_back": Tile(64, 4, 32, 2, 128)},
     256: {"lift": Tile(64, 4, 64, 1), "mu1": Tile(64, 4, 64, 1), "mu2": Tile(128, 8, 32, 2),
-          "mu2_back": Tile(64, 4, 32, 2), "mu1_back": Tile(64, 4, 32, 2), "lift_back": Tile(64, 4, 32, 2)},
+          "mu2_back": Tile(64, 4, 32, 2), "mu1_back": Tile(64, 4, 32, 2), "lift_back": Tile(64, 4, 32, 2, 160)},
 }  # fmt: skip
 
 

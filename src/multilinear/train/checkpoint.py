@@ -19,16 +19,16 @@ from multilinear.errors import MultilinearError
 from multilinear.files import write_atomically
 from multilinear.train.step import Step
 
-VERSION = 1
+VERSION = 2
 
 
 def gather_state(step: Step) -> dict[str, Tensor]:
     """Everything a step changes, by name, whole and on the CPU. Every process must call this."""
     state = {f"model/{key}": value for key, value in step.model.state_dict().items()}
     for i, optimizer in enumerate(step.optimizers):
-        for j, parameter in enumerate(_parameters(optimizer)):
+        for name, parameter in _parameters(step, optimizer):
             for key, value in optimizer.state.get(parameter, {}).items():
-                state[f"optimizer/{i}/{j}/{key}"] = value
+                state[f"optimizer/{i}/{name}/{key}"] = value
     if step.average is not None:
         state |= {f"average/{key}": value for key, value in step.average.state().items()}
         state["average_updates"] = step.average.updates
@@ -44,16 +44,16 @@ def restore_state(step: Step, state: dict[str, Tensor]) -> None:
     for key, value in step.model.state_dict().items():
         assign(value, _take(state, f"model/{key}"))
     for i, optimizer in enumerate(step.optimizers):
-        for j, parameter in enumerate(_parameters(optimizer)):
-            prefix = f"optimizer/{i}/{j}/"
-            for name in [key for key in state if key.startswith(prefix)]:
-                source = state[name]
+        for name, parameter in _parameters(step, optimizer):
+            prefix = f"optimizer/{i}/{name}/"
+            for key in [key for key in state if key.startswith(prefix)]:
+                source = state[key]
                 target = torch.zeros_like(parameter) if source.shape == parameter.shape else source.to(step.device)
                 if source.ndim == 0 and not parameter.is_cuda:
                     target = source.clone()  # AdamW counts steps on the CPU there
                 elif source.shape == parameter.shape:
                     assign(target, source)
-                optimizer.state[parameter][name.removeprefix(prefix)] = target
+                optimizer.state[parameter][key.removeprefix(prefix)] = target
     if step.average is not None:
         for key, value in step.average.state().items():
             assign(value, _take(state, f"average/{key}"))
@@ -85,8 +85,10 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return state, header
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _parameters(step: Step, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
+    """By name, since an optimiser may hold them in any order."""
+    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    return [(names[id(parameter)], parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def whole(value: Tensor) -> Tensor:

@@ -89,7 +89,8 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     cuda = any(p.is_cuda for _, p in parameters)
     muon = [p for name, p in parameters if config.name == "muon" and p.ndim == 2 and ".blocks." in name]
     taken = {id(p) for p in muon}
-    rest = [p for _, p in parameters if id(p) not in taken]
+    # by size: one launch takes so many tensors, and a few large ones among small ones leave most of a GPU idle
+    rest = sorted((p for _, p in parameters if id(p) not in taken), key=Tensor.numel)
     device = parameters[0][1].device
 
     def rate() -> Tensor | float:
