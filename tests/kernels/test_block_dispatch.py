@@ -157,6 +157,17 @@ def test_prepared_weights_stay_out_of_copies_and_files():
     assert set(block.state_dict()) == names == {name for name, _ in block.named_parameters()}
 
 
+@pytest.mark.usefixtures("copied")
+def test_what_a_failed_capture_prepared_is_not_used():
+    block, x = PolyBlock(32), torch.randn(1, 2, 2, 32)
+    stale = [torch.zeros(1)]
+    expected = block(x)
+    block._ahead = torch.bfloat16, stale, None
+    assert torch.equal(block(x), expected) and block._ahead is None
+    block._ahead = torch.bfloat16, stale, None
+    assert block._prepare(weights_of(block), torch.bfloat16) is not stale and block._ahead is None
+
+
 def test_factors_of_stochastic_depth():
     torch.manual_seed(0)
     drop = StochasticDepth(0.2)

@@ -179,6 +179,21 @@ def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
             return prepare_now(weights, dtype)
 
 
+def prepare_beside(weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], torch.cuda.Event]:
+    """The same beside what follows, and the moment from which on it is there. GPU only.
+
+    >>> callable(prepare_beside)
+    True
+    """
+    from multilinear.kernels.launch import side_stream
+
+    device = weights[0].device
+    side = side_stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        return prepare_block(weights, dtype), side.record_event()
+
+
 def poly_block(
     x: Tensor,
     weights: Sequence[Tensor],

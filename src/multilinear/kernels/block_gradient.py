@@ -1,7 +1,6 @@
 """The way back through a Poly-Block: its kernels launched, and the gradients of all parameters put together."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from multilinear.kernels.block import (
     steps,
     tiles,
 )
-from multilinear.kernels.launch import launch
+from multilinear.kernels.launch import launch, side_stream
 
 _NORM_B = "norm_b.weight", "norm_b.bias", "alpha"
 _SMALL = tuple(f"{part}.{name}" for part in ("A", "D", "B", "norm_a", "norm_b") for name in ("weight", "bias"))
@@ -47,16 +46,11 @@ def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 Named = dict[str, Tensor]
 
 
-@lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 def _beside(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Start the small products that end in gradients of parameters beside what follows; the result waits for them."""
     if device.type != "cuda":
         return work
-    main, side = torch.cuda.current_stream(device), _side_stream(device)
+    main, side = torch.cuda.current_stream(device), side_stream(device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         work()

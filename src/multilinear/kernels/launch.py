@@ -5,8 +5,10 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
+import torch
 import triton
 
 _compiling: contextvars.Context | None = None
@@ -30,3 +32,9 @@ def together() -> Iterator[None]:
             yield
         finally:
             _compiling = None
+
+
+@lru_cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """For what runs beside the rest."""
+    return torch.cuda.Stream(device)

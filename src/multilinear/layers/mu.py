@@ -197,11 +197,14 @@ class PolyBlock(nn.Module):
                 nn.init.constant_(product.scale, branch_scale)
 
         self._prepared: tuple[object, list[Tensor]] | None = None  # for the fused form, while weights stay as they are
+        self._ahead: tuple[torch.dtype, list[Tensor], torch.cuda.Event] | None = None  # for the next captured pass
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = kernels.block_dtype(x)
         if dtype is not None and self._fusible(x):
             return self._fused(x, dtype)
+        if self._ahead is not None:
+            self._take_ahead(None)
         norm2 = self.norm1 if self.norm2 is None else self.norm2
         x = x + self.drop_path(self.mu1(self.norm1(x)))
         x = x + self.drop_path(self.mu2(norm2(x)))
@@ -248,12 +251,17 @@ class PolyBlock(nn.Module):
         ranks, lows = zip(*(mu.B.weight.shape for mu in (mu1, mu2)), strict=True)
         return not watched and kernels.block_serves(x.numel() // x.shape[-1], x.shape[-1], ranks, lows)
 
-    def _fused(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        weights: list[Any] = [self.norm1.weight, self.norm1.bias]  # the order of `kernels.BLOCK_PARAMETERS`
+    def _weights(self) -> list[Any]:
+        """In the order of `kernels.BLOCK_PARAMETERS`."""
+        weights: list[Any] = [self.norm1.weight, self.norm1.bias]
         for mu in (self.mu1, self.mu2):
             for part in (mu.A, mu.D, mu.B, mu.C, mu.norm_a, mu.norm_b):
                 weights += [part.weight, part.bias]
             weights.append(mu.alpha)
+        return weights
+
+    def _fused(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        weights = self._weights()
         kept = None
         if self.training and isinstance(self.drop_path, StochasticDepth):
             kept = self.drop_path.factors(x.shape[0]), self.drop_path.factors(x.shape[0])
@@ -263,8 +271,19 @@ class PolyBlock(nn.Module):
         y = kernels.poly_block(x.to(dtype), weights, prepared, kept, self.mu1.shift.border == "keep", eps)
         return y.to(x.dtype)
 
+    def _take_ahead(self, dtype: torch.dtype | None) -> list[Tensor] | None:
+        """What `prepare_ahead` made, if it is of that type; in any case it is waited for, as a capture asks."""
+        assert self._ahead is not None
+        (made_for, prepared, there), self._ahead = self._ahead, None
+        if not _capturing(prepared[0]):  # the one that it was made in has failed
+            return None
+        torch.cuda.current_stream(prepared[0].device).wait_event(there)
+        return prepared if made_for == dtype else None
+
     def _prepare(self, weights: list[nn.Parameter], dtype: torch.dtype) -> list[Tensor]:
         """Prepared weights, kept from one pass to the next if they are frozen."""
+        if self._ahead is not None and (ahead := self._take_ahead(dtype)) is not None:
+            return ahead
         frozen = not any(weight.requires_grad or weight.is_inference() for weight in weights)
         lasting = frozen and kernels.computing()
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not lasting:
@@ -274,6 +293,24 @@ class PolyBlock(nn.Module):
         if self._prepared is None or self._prepared[0] != key:
             self._prepared = key, kernels.prepare_block(weights, dtype)
         return self._prepared[1]
+
+
+def _capturing(x: Tensor) -> bool:
+    """Whether a training step is being captured as a CUDA graph."""
+    return x.is_cuda and torch.is_grad_enabled() and torch.cuda.is_current_stream_capturing()
+
+
+def prepare_ahead(model: nn.Module, x: Tensor) -> None:
+    """In a training step that is captured, fused blocks prepare their weights beside the layers that come first.
+
+    >>> prepare_ahead(PolyBlock(64), torch.zeros(1, 2, 2, 64))  # on a CPU: nothing
+    """
+    dtype = None if torch.compiler.is_compiling() or not _capturing(x) else kernels.block_dtype(x)
+    if dtype is None:
+        return
+    for block in model.modules():
+        if isinstance(block, PolyBlock) and block.fuses():
+            block._ahead = dtype, *kernels.prepare_beside(block._weights(), dtype)
 
 
 def compile_blocks(model: nn.Module, *more: type[nn.Module]) -> None:

@@ -15,7 +15,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from multilinear.errors import MultilinearError
-from multilinear.layers import DEFAULT_INIT, PatchEmbed, PolyBlock, PyramidPatchEmbed, init_weights
+from multilinear.layers import DEFAULT_INIT, PatchEmbed, PolyBlock, PyramidPatchEmbed, init_weights, prepare_ahead
 from multilinear.models.release import from_release
 
 
@@ -192,6 +192,7 @@ class MONet(nn.Module):
         return list(take)
 
     def forward_features(self, x: Tensor) -> Tensor:
+        prepare_ahead(self.stages, x)
         y: Tensor = self.stages(self.embed(x))
         return y
 
