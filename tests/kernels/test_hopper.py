@@ -17,7 +17,10 @@ def block(channels, shrinkage):
 def tried_version(monkeypatch):
     """As with a version of Triton that was tried; plans are remembered, so forget them."""
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    plans = hopper.plan_for, hopper.plan_back, hopper.plan_first, hopper.plan_first_back, hopper.plan_lift
+    plans = (
+        hopper.plan_for, hopper.plan_back, hopper.plan_norm_back, hopper.plan_first, hopper.plan_first_back,
+        hopper.plan_lift,
+    )  # fmt: skip
     for plan in plans:
         plan.cache_clear()
     yield
@@ -62,12 +65,29 @@ def test_the_way_back_keeps_weights_and_tiles_in_shared_memory(channels, low):
     assert plan.programs * plan.groups * 128 * plan.registers <= 2**16
 
 
+@pytest.mark.parametrize(("channels", "low"), hopper.BACK)
+def test_one_plan_leads_back_to_the_input(channels, low):
+    sizes = block(channels, 3 * channels // low)
+    assert hopper.plan_back(sizes).whole is (hopper.plan_norm_back(sizes) is None)
+
+
+@pytest.mark.parametrize(("channels", "low"), hopper.NORM_BACK)
+def test_the_last_norm_keeps_enough_tiles_in_shared_memory(channels, low):
+    plan = hopper.plan_norm_back(block(channels, 3 * channels // low))
+    # two tiles of P and all of x are held at a time, and one chunk of the stack while the next is multiplied
+    assert plan.tiles >= channels // 64 + 2 and plan.slots >= 2 and 64 % plan.rows == 0
+    columns, barriers = (2 + plan.groups) * 64 * 16, 2 * (plan.groups * plan.tiles + plan.slots)
+    numbers = plan.groups * plan.tiles * 64 * 64 + plan.slots * plan.rows * channels + columns
+    assert 2 * numbers + 8 * barriers + 512 < 227 * 1024
+
+
 @pytest.mark.parametrize(
     "sizes", [block(48, 4), block(96, 4), block(384, 8), Sizes(64, 64, 8, 256, 24), Sizes(64, 64, 8, 192, 16)]
 )
 def test_others_have_none(sizes):
     assert hopper.plan_for(sizes, save=False) is None
     assert hopper.plan_back(sizes) is None
+    assert hopper.plan_norm_back(sizes) is None
 
 
 @pytest.mark.parametrize("plan", [hopper.plan_first, hopper.plan_first_back])
@@ -86,5 +106,6 @@ def test_other_versions_of_triton_take_the_other_kernels(monkeypatch, version):
     monkeypatch.setattr(triton, "__version__", version)
     sizes = block(64, 8)
     assert hopper.plan_for(sizes, save=False) is hopper.plan_back(sizes) is hopper.plan_lift(sizes) is None
+    assert hopper.plan_norm_back(block(128, 8)) is None
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is None
     assert hopper.plan_first_back(sizes, 784, 28, 28, keep_border=True) is None

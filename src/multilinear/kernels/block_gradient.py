@@ -85,7 +85,11 @@ def _second_layer(
         torch.mm(Q, ready.low_stack, out=P[:, -low:])
     if plan is None or not plan.whole:
         # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], as Q does the same of B
-        out, sums = _through_shared_norm(P @ ready.stack, mid, grad, keep, ready, s, eps)
+        last = hopper.plan_norm_back(s) if mid.is_cuda else None
+        if last is not None:
+            out, sums = hopper.norm_back(P, mid, grad, keep, ready, s, last, eps)
+        else:
+            out, sums = _through_shared_norm(P @ ready.stack, mid, grad, keep, ready, s, eps)
     terms = sums.new_empty(rank)
 
     def parameters() -> None:

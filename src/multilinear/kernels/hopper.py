@@ -89,6 +89,29 @@ FIRST_BACK = {
 }
 
 
+class Through(NamedTuple):
+    """How a processor shares out the product and the norm that end the second Mu-Layer's way back: groups of warps,
+    tiles of P, x and the gradient that are kept for each, and how often so many rows of the stack are."""
+
+    groups: int
+    tiles: int
+    slots: int
+    rows: int = 64
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        return Plan(0, self.groups, 0).registers
+
+
+# By channels and low rank again.
+NORM_BACK = {
+    (128, 48): Through(2, 10, 3),
+    (192, 72): Through(2, 9, 3),
+    (192, 144): Through(2, 9, 3),
+    (256, 96): Through(2, 8, 5, 32),
+}
+
+
 @lru_cache
 def plan_first(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The plan for the first Mu-Layer, or None if the kernel does not take it."""
@@ -117,20 +140,25 @@ def plan_lift(s: "Sizes") -> First | None:
 @lru_cache
 def plan_for(s: "Sizes", save: bool) -> Plan | None:
     """The plan for a block of these sizes, or None if the kernels do not take it; `save` for training."""
-    plan = _plan(FORWARD, s)
+    plan = FORWARD.get((s.channels, s.low2)) if _known(s) else None
     return plan._replace(staged=True) if plan is not None and save else plan
 
 
 @lru_cache
 def plan_back(s: "Sizes") -> Plan | None:
     """The same for the way back."""
-    return _plan(BACK, s)
+    return BACK.get((s.channels, s.low2)) if _known(s) else None
 
 
-def _plan(plans: dict[tuple[int, int], Plan], s: "Sizes") -> Plan | None:
+@lru_cache
+def plan_norm_back(s: "Sizes") -> Through | None:
+    """The same for its last step, where the plan for the way back does not go on to it."""
+    return NORM_BACK.get((s.channels, s.low2)) if _known(s) else None
+
+
+def _known(s: "Sizes") -> bool:
     # what is kept, and how it goes round, was counted for the published hidden width
-    known = triton.__version__.startswith(VERSIONS) and s.rank2 == 3 * s.channels
-    return plans.get((s.channels, s.low2)) if known else None
+    return triton.__version__.startswith(VERSIONS) and s.rank2 == 3 * s.channels
 
 
 def pieces(low: int, chunk: int) -> tuple[int, int]:
@@ -160,7 +188,7 @@ def reciprocal(divisor: int) -> int:
 def _layout(width: int) -> Any:
     from triton.experimental.gluon import language
 
-    return language.NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=16, rank=2)
+    return language.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=2)
 
 
 def _tiles(matrix: Tensor, height: int, width: int) -> Any:
@@ -280,5 +308,28 @@ def mu2_back(
         C=s.channels, R2=s.rank2, L2=s.low2, P2=whole, TAIL=tail, J=j, GROUPS=plan.groups, SLOTS=plan.slots,
         SLOTS_C=plan.slots_c, FORMS=forms, SP=P.stride(0), SQ=Q.stride(0), DROP=keep is not None,
         WHOLE=plan.whole, REGISTERS=registers, num_warps=4, maxnreg=limit,
+    )  # fmt: skip
+    return out, sums
+
+
+def norm_back(
+    P: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: "Prepared", s: "Sizes", plan: Through, eps: float
+) -> tuple[Tensor, Tensor]:
+    """What the product `P @ ready.stack` and `block_backward.norm_back` after it do."""
+    from multilinear.kernels import hopper_norm_back
+
+    rows, tokens = len(P), x.shape[-3] * x.shape[-2]
+    groups = triton.cdiv(rows, 64 * plan.groups)
+    programs = min(groups, _processors(x.device))
+    registers, limit = plan.registers
+    out = torch.empty_like(x)
+    sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
+    launch(
+        hopper_norm_back.norm_back, programs,
+        _tiles(P, 64, 64), _tiles(x.view(rows, -1), 64, 64), _tiles(grad.view(rows, -1), 64, 64),
+        _tiles(out.view(rows, -1), 64, 64), _tiles(ready.stack, plan.rows, 128), _tiles(ready.stack, plan.rows, 64),
+        keep, ready.vectors, sums, groups, rows, tokens, eps, C=s.channels, SP=P.shape[1], J=plan.rows,
+        GROUPS=plan.groups, TILES=plan.tiles, SLOTS=plan.slots, DROP=keep is not None, REGISTERS=registers,
+        num_warps=4, maxnreg=limit,
     )  # fmt: skip
     return out, sums

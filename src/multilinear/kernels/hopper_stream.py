@@ -1,4 +1,4 @@
-"""The weights of the second Mu-Layer on their way to a processor of the Hopper kind."""
+"""What the second Mu-Layer multiplies, on its way to a processor of the Hopper kind."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -138,3 +138,60 @@ def put_form(
     mbarrier.expect(full.index(slot), (J * P2 + TAIL) * J * 2)
     put_low(desc, tail_desc, row, full.index(slot), tiles, tails, slot, P2, TAIL, J)
     return item + 1
+
+
+@gluon.jit
+def put_tiles(desc, row, column, ring, full, empty, item, GROUPS: gl.constexpr, TILES: gl.constexpr):
+    """Start copying a tile for each group."""
+    slot, phase = slot_of(item, TILES, False)
+    for g in gl.static_range(GROUPS):
+        bar = full.index(g * TILES + slot)
+        mbarrier.wait(empty.index(g * TILES + slot), phase ^ 1)
+        mbarrier.expect(bar, 64 * 64 * 2)
+        tma.async_copy_global_to_shared(desc, [row + 64 * g, column], bar, ring.index(g * TILES + slot))
+    return item + 1
+
+
+@gluon.jit
+def produce_tokens(
+    descs, buffers, bars, groups, C: gl.constexpr, SP: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr
+):  # fmt: skip
+    """For `hopper_norm_back`, copy rows of P, then of x, then of the gradient."""
+    p_desc, x_desc, grad_desc = descs[0], descs[1], descs[2]
+    ring = buffers[0]
+    full, empty = bars[0], bars[1]
+    item = 0
+    group = gl.program_id(0)
+    while group < groups:
+        row = group * GROUPS * 64
+        for i in range((SP + 63) // 64):
+            item = put_tiles(p_desc, row, 64 * i, ring, full, empty, item, GROUPS, TILES)
+        for k in range(C // 64):
+            item = put_tiles(x_desc, row, 64 * k, ring, full, empty, item, GROUPS, TILES)
+        for k in range(C // 64):
+            item = put_tiles(grad_desc, row, 64 * k, ring, full, empty, item, GROUPS, TILES)
+        group += gl.num_programs(0)
+
+
+@gluon.jit
+def produce_stack(
+    descs, buffers, bars, groups, C: gl.constexpr, SP: gl.constexpr, J: gl.constexpr, SLOTS: gl.constexpr
+):  # fmt: skip
+    """Beside that, copy J rows at a time; past the last one zeros, as for the columns of P that meet them."""
+    wide_desc, narrow_desc = descs[4], descs[5]
+    wides, narrows = buffers[1], buffers[2]
+    full, empty = bars[2], bars[3]
+    step = 0
+    group = gl.program_id(0)
+    while group < groups:
+        for i in range((SP + 63) // 64 * (64 // J)):
+            slot, phase = slot_of(step, SLOTS, False)
+            bar = full.index(slot)
+            mbarrier.wait(empty.index(slot), phase ^ 1)
+            mbarrier.expect(bar, C * J * 2)
+            for k in gl.static_range(C // 128):
+                tma.async_copy_global_to_shared(wide_desc, [J * i, 128 * k], bar, wides.index(slot * (C // 128) + k))
+            if C % 128 > 0:
+                tma.async_copy_global_to_shared(narrow_desc, [J * i, C // 128 * 128], bar, narrows.index(slot))
+            step += 1
+        group += gl.num_programs(0)
