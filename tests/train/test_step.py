@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from multilinear.data.augment import Mixed, apply_policy, crop_and_flip, erase, mix, normalise
 from multilinear.models import MONet
+from multilinear.train.checkpoint import gather_state, restore_state
 from multilinear.train.config import AugmentConfig, OptimConfig, Recipe
 from multilinear.train.optim import Average, Muon, build_optimizers, orthogonalise
 from multilinear.train.step import Step, augment_batch, mixed_loss
@@ -134,6 +135,24 @@ def test_vectors_are_not_decayed():
     decays = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {decays[id(p)] for p in model.parameters() if p.ndim > 1} == {0.3}
     assert {decays[id(p)] for p in model.parameters() if p.ndim == 1} == {0.0}
+
+
+def test_tensors_are_stepped_by_size_and_kept_by_name():
+    """Small ones together, large ones together; and in whatever order, a checkpoint gives each its own state."""
+    torch.manual_seed(0)
+    model = MONet(widths=(8,), depths=(2,), patches=(2,), num_classes=3, in_chans=1)
+    step = Step(model, model, build_optimizers(model, OptimConfig()), None, Recipe(), (torch.zeros(1), torch.ones(1)))
+    for group in step.optimizers[0].param_groups:
+        sizes = [p.numel() for p in group["params"]]
+        assert sizes == sorted(sizes)
+    step(IMAGES, LABELS)
+    state = gather_state(step)
+    twin = copy.deepcopy(model)
+    other = Step(twin, twin, [torch.optim.AdamW(twin.parameters())], None, Recipe(), (torch.zeros(1), torch.ones(1)))
+    restore_state(other, state)
+    for parameter, same in zip(model.parameters(), twin.parameters(), strict=True):
+        for key, value in step.optimizers[0].state[parameter].items():
+            assert torch.equal(value, other.optimizers[0].state[same][key])
 
 
 def test_the_average_follows_the_weights():
