@@ -16,6 +16,7 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
     fetch,
+    normed,
     row_zeros,
     rows_layout,
     times_columns,
@@ -45,7 +46,7 @@ def spread(left, weights, place, dns, P: gl.constexpr, FIRST: gl.constexpr):
 
 @gluon.jit
 def give(
-    which: gl.constexpr, descs, buffers, place, row, dns, FROM: gl.constexpr, TO: gl.constexpr,
+    descs, buffers, free, place, row, dns, FROM: gl.constexpr, TO: gl.constexpr,
     C: gl.constexpr, LOWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Start writing these pieces, and multiplying them."""
@@ -54,7 +55,7 @@ def give(
     P: gl.constexpr = C // 64
     none = nothing(row)
     for i in gl.static_range(FROM, TO):
-        tile = stage(buffers[2], buffers[1], which, place, i, STAGES)
+        tile = stage(buffers[2], buffers[1], free, place, i, STAGES)
         if i < P:
             tma.async_copy_shared_to_global(du_desc, [row, 64 * i], tile)
             dns = spread(tile, weights, none + i * P, dns, P, i == 0)
@@ -117,9 +118,7 @@ def to_input(
         pending = add_up(tiles_g.index(place + k), select, sums[k])
         grad = load_floats(tiles_g.index(place + k))
         x = (load_floats(tiles_x.index(place + k)) - mean[:, None]) * scale[:, None]
-        weight = across(vectors_ptr, 64 * k, 64, C)
-        n = (x * weight + across(vectors_ptr + C, 64 * k, 64, C)).to(kind)
-        dn = dns[k] * weight - level[:, None] - x * follow[:, None]
+        dn = dns[k] * across(vectors_ptr, 64 * k, 64, C) - level[:, None] - x * follow[:, None]
         out = (grad + dn * scale[:, None]).to(kind)
         if k > 0:
             du = du + added(loaded, k - 1, k, kind)
@@ -129,7 +128,8 @@ def to_input(
         if k == P - 1:
             loaded = loaded + load_low(E_ptr, ahead, rows, grid, C, L1, STRIDE)
         tiles_g.index(place + k).store(out)
-        tiles_x.index(place + k).store(n)
+        # while those are on their way, from the start: else it would take too many registers above
+        tiles_x.index(place + k).store(normed(tiles_x, place, mean, scale, vectors_ptr, k, C, kind))
     fence_async_shared()
     gl.thread_barrier()  # all have written, and said so to the copies
     return done, du, loaded
@@ -166,14 +166,12 @@ def consume(
         mine = which * TILES + turn % TILES
         phase = (turn // TILES) & 1
         place = mine * P + nothing(row)
+        free = which * STAGES + nothing(row)
         keep = row_zeros()
         if DROP:
             index = row + gl.arange(0, 64, layout=rows_layout())
             keep = gl.load(keep_ptr + index // (grid[0] * grid[1]), mask=index < rows, other=0.0)
-        dns = ()
-        for k in gl.static_range(P):
-            dns = dns + (zeros(64),)
-        put_down(which, buffers, place, du, 0, MOST, C, LOWS, STAGES)
+        put_down(buffers, free, place, du, 0, MOST, C, LOWS, STAGES)
         tma.store_wait(0)
         gl.thread_barrier()  # all see du, and what was written from the tile before is gone
         if TILES == 2:
@@ -184,11 +182,14 @@ def consume(
             fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
             if ENOUGH:
                 fetch(grad_desc, row, full_g.index(mine), tiles_g, place, C)
-        dns = give(which, descs, buffers, place, row, dns, 0, MOST, C, LOWS, STAGES)
+        dns = ()
+        for k in gl.static_range(P):
+            dns = dns + (zeros(64),)
+        dns = give(descs, buffers, free, place, row, dns, 0, MOST, C, LOWS, STAGES)
         if not ENOUGH:
-            put_down(which, buffers, place, du, MOST, P + 1, C, LOWS, STAGES)
+            put_down(buffers, free, place, du, MOST, P + 1, C, LOWS, STAGES)
             gl.thread_barrier()
-            dns = give(which, descs, buffers, place, row, dns, MOST, P + 1, C, LOWS, STAGES)
+            dns = give(descs, buffers, free, place, row, dns, MOST, P + 1, C, LOWS, STAGES)
         store_ones(n_ptr, row, rows, C, kind)
         mbarrier.wait(full_x.index(mine), phase)
         mean, scale = row_norm(tiles_x, which, (turn % TILES) * P, eps, C, TILES * P)
@@ -200,7 +201,7 @@ def consume(
         if DROP:  # the sums that read the one before are over
             select.store(columns_of(row_zeros(), row_zeros(), keep, kind))
         level, follow, sums = to_norm(
-            tiles_x, place, spare.index(which * STAGES), spare.index(which * STAGES + 1), selects, dns, sums, mean,
+            tiles_x, place, spare.index(free), spare.index(free + 1), selects, dns, sums, mean,
             scale, vectors_ptr, C, kind,
         )  # fmt: skip
         mbarrier.wait(full_g.index(mine), phase)

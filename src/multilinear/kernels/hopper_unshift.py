@@ -101,23 +101,24 @@ def load_all(E_ptr, row, rows, grid, C: gl.constexpr, L1: gl.constexpr, STRIDE: 
 
 
 @gluon.jit
-def stage(spare, tiles_g, which: gl.constexpr, place, i: gl.constexpr, STAGES: gl.constexpr):
-    """Where piece i of du is: in a spare tile, or, if there are too few, where the gradient will come."""
+def stage(spare, tiles_g, free, place, i: gl.constexpr, STAGES: gl.constexpr):
+    """Where piece i of du is: in one of the spare tiles, from `free` on, or, if these are too few, where the gradient
+    will come."""
     if i < STAGES:
-        return spare.index(which * STAGES + i)
+        return spare.index(free + i)
     else:
         return tiles_g.index(place + i - STAGES)
 
 
 @gluon.jit
 def put_down(
-    which: gl.constexpr, buffers, place, du, FROM: gl.constexpr, TO: gl.constexpr,
+    buffers, free, place, du, FROM: gl.constexpr, TO: gl.constexpr,
     C: gl.constexpr, LOWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Pieces of du, the last of which is the low rank, to where they are multiplied."""
     P: gl.constexpr = C // 64
     for i in gl.static_range(FROM, TO):
-        tile = stage(buffers[2], buffers[1], which, place, i, STAGES)
+        tile = stage(buffers[2], buffers[1], free, place, i, STAGES)
         if i < P:
             tile._reinterpret(gl.int32, [64, 32], as_pairs(64)).store(du[i])
         else:
