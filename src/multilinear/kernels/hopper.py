@@ -1,12 +1,25 @@
 """Launches the kernels that are made for Hopper, where Triton can build them."""
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch import Tensor
 
+from multilinear.kernels.hopper_plans import (
+    BACK,
+    FIRST,
+    FIRST_BACK,
+    FORWARD,
+    LIFT,
+    LIFT_BACK,
+    NORM_BACK,
+    First,
+    Plan,
+    Return,
+    Through,
+)
 from multilinear.kernels.launch import launch
 
 if TYPE_CHECKING:
@@ -14,97 +27,6 @@ if TYPE_CHECKING:
 
 # Gluon is young and changes; these are the versions of Triton with which the kernels were tried on a GPU.
 VERSIONS = ("3.6.",)
-
-
-class Plan(NamedTuple):
-    """How a processor shares out the second Mu-Layer.
-
-    Hidden channels of a chunk; groups of warps with 64 tokens each; chunks of A and B, and of C, that are kept; on the
-    way forward whether n, and whether d, waits in shared memory instead of registers; on the way back whether it goes
-    on from the branches to x.
-    """
-
-    chunk: int
-    groups: int
-    slots: int
-    slots_c: int = 0
-    staged: bool = True
-    staged_low: bool = False
-    whole: bool = False
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies, and of any at launch."""
-        return {1: (232, 128), 2: (240, 168), 3: (160, 128)}[self.groups]
-
-
-# By channels and low rank, all of which were tried; measured on an H200. In training n is also written, from where it
-# is staged.
-FORWARD = {
-    (64, 24): Plan(64, 3, 6, 3, staged=False),
-    (128, 48): Plan(64, 2, 4, 2, staged=False),
-    (192, 72): Plan(64, 2, 3, 2),
-    (192, 144): Plan(32, 2, 4, 3),
-    (256, 96): Plan(32, 2, 3, 3, staged_low=True),
-}
-BACK = {
-    (64, 24): Plan(64, 2, 6, 3, whole=True),
-    (128, 48): Plan(64, 2, 2, 2),
-    (192, 72): Plan(32, 2, 3, 2),
-    (192, 144): Plan(32, 2, 2, 1),
-    (256, 96): Plan(32, 1, 3, 3),
-}
-
-
-class First(NamedTuple):
-    """How a processor shares out the first Mu-Layer: groups of warps, tiles that each keeps (with none, x comes where u
-    was), registers of a thread, programs at a time, and hidden channels of a chunk."""
-
-    groups: int
-    tiles: int
-    registers: int
-    programs: int = 1
-    chunk: int = 64
-
-
-FIRST = {
-    (64, 8): First(2, 2, 128, 2),
-    (128, 16): First(3, 1, 168),
-    (192, 24): First(2, 1, 240),
-    (192, 48): First(2, 1, 240),
-    (256, 32): First(2, 0, 240),
-}
-LIFT = {
-    (64, 8): First(2, 2, 80, 3),
-    (128, 16): First(2, 2, 240),
-    (192, 24): First(2, 2, 240),
-    (192, 48): First(2, 2, 240),
-    (256, 32): First(2, 1, 240),
-}
-FIRST_BACK = {
-    (64, 8): First(2, 2, 240),
-    (128, 16): First(3, 1, 168, chunk=32),
-    (192, 24): First(2, 1, 240, chunk=32),
-    (192, 48): First(2, 1, 240, chunk=32),
-}
-
-
-class Through(NamedTuple):
-    """How a processor shares out the product and the norm that end the second Mu-Layer's way back: groups of warps,
-    tiles of P, x and the gradient that are kept for each, and how often so many rows of the stack are."""
-
-    groups: int
-    tiles: int
-    slots: int
-    rows: int = 64
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        return Plan(0, self.groups, 0).registers
-
-
-# By channels and low rank again, where it is faster than a product and a norm of their own.
-NORM_BACK = {(128, 48): Through(2, 9, 4), (192, 72): Through(2, 9, 6, 32)}
 
 
 @lru_cache
@@ -117,6 +39,12 @@ def plan_first(s: "Sizes", rows: int, height: int, width: int, keep_border: bool
 def plan_first_back(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The same for the way back down to u."""
     return FIRST_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
+
+
+@lru_cache
+def plan_lift_back(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> Return | None:
+    """The same for the rest of the way back, through shift, lift and norm."""
+    return LIFT_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
 
 
 def _shifts(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> bool:
@@ -328,3 +256,27 @@ def norm_back(
         num_warps=4, maxnreg=limit,
     )  # fmt: skip
     return out, sums
+
+
+def lift_back(
+    E: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: "Prepared", s: "Sizes", plan: Return, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `block_backward.lift_back` does: the gradients of x and of u, the norm's output next to a column of ones,
+    and parts of the sums for the gradients of the norm's weight and bias and of the layer's last bias."""
+    from multilinear.kernels import hopper_lift_back
+
+    height, width = x.shape[-3:-1]
+    rows = len(E)
+    programs = min(triton.cdiv(rows, 64 * plan.groups), _processors(x.device))
+    out, du, n = torch.empty_like(x), torch.empty_like(E), x.new_empty(rows, s.channels + 8)
+    sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
+    launch(
+        hopper_lift_back.lift_back, programs,
+        _tiles(x.view(rows, -1), 64, 64), _tiles(grad.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64),
+        _tiles(du, 64, 64), _tiles(du, 64, 16), _tiles(n, 64, 64), _tiles(ready.lifting, 64, 64),
+        _tiles(ready.lifting, 16, 64), E.view(torch.int32), keep, ready.vectors, n, sums, rows, height, width,
+        reciprocal(height), reciprocal(width), eps, C=s.channels, L1=s.low1, STRIDE=E.stride(0), GROUPS=plan.groups,
+        TILES=plan.tiles, STAGES=plan.spare, DROP=keep is not None, REGISTERS=plan.registers, num_warps=4,
+        maxnreg=plan.registers,
+    )  # fmt: skip
+    return out, du, n, sums
