@@ -313,23 +313,12 @@ def norm_back(
     buffers = (ring, wides, narrows, selects)
     bars = (full, empty, full_s, empty_s)
     pointers = (keep_ptr, vectors_ptr, sums_ptr)
-    if GROUPS == 2:
-        gl.warp_specialize([
-            (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, SP, J, GROUPS, TILES, SLOTS,
-                       DROP)),
-            (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, SP, J, GROUPS, TILES, SLOTS,
-                       DROP)),
-            (produce_tokens, (descs, buffers, bars, groups, C, SP, GROUPS, TILES)),
-            (produce_stack, (descs, buffers, bars, groups, C, SP, J, SLOTS)),
-        ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, SP, J, GROUPS, TILES, SLOTS,
-                       DROP)),
-            (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, SP, J, GROUPS, TILES, SLOTS,
-                       DROP)),
-            (consume, (2, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, SP, J, GROUPS, TILES, SLOTS,
-                       DROP)),
-            (produce_tokens, (descs, buffers, bars, groups, C, SP, GROUPS, TILES)),
-            (produce_stack, (descs, buffers, bars, groups, C, SP, J, SLOTS)),
-        ], [4, 4, 1, 1], [REGISTERS, REGISTERS, 24, 24])  # fmt: skip
+    gl.static_assert(GROUPS == 2)
+    gl.warp_specialize([
+        (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, SP, J, GROUPS, TILES, SLOTS,
+                   DROP)),
+        (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, SP, J, GROUPS, TILES, SLOTS,
+                   DROP)),
+        (produce_tokens, (descs, buffers, bars, groups, C, SP, GROUPS, TILES)),
+        (produce_stack, (descs, buffers, bars, groups, C, SP, J, SLOTS)),
+    ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip
