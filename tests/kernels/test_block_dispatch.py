@@ -2,13 +2,15 @@
 
 import copy
 import pickle
+import types
 
 import pytest
 import timm
 import torch
+from torch.nn import functional as F
 
 from multilinear import kernels
-from multilinear.layers import MuLayer, PolyBlock
+from multilinear.layers import MuLayer, PolyBlock, prepare_ahead, spatial_shift
 from multilinear.layers.mu import StochasticDepth
 from multilinear.models.monet import default_cfgs
 
@@ -166,6 +168,76 @@ def test_what_a_failed_capture_prepared_is_not_used():
     assert torch.equal(block(x), expected) and block._ahead is None
     block._ahead = torch.bfloat16, stale, None
     assert block._prepare(weights_of(block), torch.bfloat16) is not stale and block._ahead is None
+
+
+class Moment:
+    """Stands for an event on a side stream."""
+
+    waited = 0
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """As while a step is captured on a GPU, for blocks that are fused; tells how often it was waited for."""
+    from multilinear.layers import mu
+
+    moment = Moment()
+
+    class Stream:
+        def wait_event(self, event):
+            event.waited += 1
+
+    class Prepared(list):
+        def __getitem__(self, i):
+            return types.SimpleNamespace(is_cuda=True, device="cuda")
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(kernels, "block_dtype", lambda x: torch.bfloat16)
+    monkeypatch.setattr(kernels, "prepare_beside", lambda weights, dtype: (Prepared(), moment))
+    monkeypatch.setattr(mu.PolyBlock, "fuses", lambda block: True)
+    return moment
+
+
+@pytest.mark.usefixtures("copied")
+def test_a_captured_step_uses_once_what_was_prepared_beside_it(capture):
+    model = torch.nn.Sequential(PolyBlock(32), torch.nn.Identity())
+    prepare_ahead(model, types.SimpleNamespace(is_cuda=True))
+    block = model[0]
+    first = block._prepare(weights_of(block), torch.bfloat16)
+    assert first == [] and capture.waited == 1 and block._ahead is None
+    assert block._prepare(weights_of(block), torch.bfloat16) != [] and capture.waited == 1
+    # in another precision, or where the plain code runs, it is waited for and not used
+    prepare_ahead(model, types.SimpleNamespace(is_cuda=True))
+    assert block._prepare(weights_of(block), torch.float16) != [] and capture.waited == 2
+    prepare_ahead(model, types.SimpleNamespace(is_cuda=True))
+    block.mu1.watch_range = True
+    block(torch.zeros(1, 2, 2, 32))
+    assert capture.waited == 3 and block._ahead is None
+
+
+@pytest.mark.parametrize("border", ["keep", "zero", None])
+@pytest.mark.parametrize("width", [8, 6])
+def test_a_layer_shifts_once_whoever_does_it(monkeypatch, border, width):
+    """Without gradients the kernel for the product may shift; a stand-in for it computes the same."""
+    layer, x = MuLayer(width, shift=border, norm="layer"), torch.randn(2, 5, 4, width)
+    expected, asked = layer(x), []
+
+    def product(a, b, norm_a, norm_b, alpha, eps, border=None):
+        asked.append(border)
+        a = a if border is None else spatial_shift(a, border)
+        p, q = (F.layer_norm(y, y.shape[-1:], *norm, eps) for y, norm in ((a, norm_a), (b, norm_b)))
+        return p + alpha * p * q
+
+    monkeypatch.setattr(kernels, "fused_for", lambda x: True)
+    monkeypatch.setattr(kernels, "normed_product", product)
+    torch.testing.assert_close(layer(x), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+        seen = []
+        layer.shift.register_forward_hook(lambda *_: seen.append(1))  # who looks at the shift finds it
+        torch.testing.assert_close(layer(x), expected)
+    assert asked == [None, border if width == 8 else None, None] and seen == [1]
 
 
 def test_factors_of_stochastic_depth():

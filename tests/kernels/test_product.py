@@ -13,10 +13,12 @@ from multilinear.layers import MuLayer
 CHECK = """
 import torch
 from torch.nn import functional as F
+from multilinear.kernels import product
 from multilinear.kernels.product import fused_normed_product, fused_shifted_product
 from multilinear.layers.shift import spatial_shift
 torch.manual_seed(0)
-for rows, width in [(1, 8), (5, 12), (7, 48), (33, 64), (3, 192), (2, 576), (2, 1152)]:
+product.TILES = {size: (1, 1, 2) for size in product.TILES}  # two programs, so that each has several rows
+for rows, width in [(1, 8), (5, 12), (3, 40), (7, 48), (33, 64), (4, 100), (3, 192), (2, 576), (3, 1152)]:
     a, b = (torch.randn(rows, width).requires_grad_() for _ in range(2))
     weights = [(torch.randn(width) + i % 2).requires_grad_() for i in range(4)]
     weights.append(torch.tensor(0.7, requires_grad=True))
@@ -52,7 +54,7 @@ def test_interpreted_kernels_agree_with_float64():
 def test_cuda_kernels_agree_with_float64(width, dtype):
     from multilinear.kernels import normed_product
 
-    a, b = (torch.randn(3, 7, 5, width, device="cuda").to(dtype).requires_grad_() for _ in range(2))
+    a, b = (torch.randn(8, 20, 20, width, device="cuda").to(dtype).requires_grad_() for _ in range(2))
     weights = [torch.randn(width, device="cuda").requires_grad_() for _ in range(4)]
     alpha = torch.tensor(0.7, device="cuda", requires_grad=True)
     out = normed_product(a, b, tuple(weights[:2]), tuple(weights[2:]), alpha, 1e-6)

@@ -315,7 +315,8 @@ def test_training_goes_on_past_broken_files_and_names_them(tmp_path, capsys):
     assert "3 image files could not be read and were left out" in err
     page = result.report.read_text()
     assert all(f"broken-0{i}.png" in page for i in range(3))
-    assert read_header(result.weights)["labels"] == ["blue", "red"]
+    header = read_header(result.weights)
+    assert header["labels"] == ["blue", "red"] and header["preprocessing"]["crop_pct"] == 0.875
     # no test images: what was looked at in training is not called a test
     assert result.tested_on == "val"
     assert "Validation split" in page

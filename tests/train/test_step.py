@@ -11,7 +11,7 @@ from multilinear.data.augment import Mixed, apply_policy, crop_and_flip, erase, 
 from multilinear.models import MONet
 from multilinear.train.checkpoint import gather_state, restore_state
 from multilinear.train.config import AugmentConfig, OptimConfig, Recipe
-from multilinear.train.optim import Average, Muon, build_optimizers, orthogonalise
+from multilinear.train.optim import Average, Muon, build_optimizers, orthogonalise, set_learning_rate
 from multilinear.train.step import Step, augment_batch, mixed_loss
 
 
@@ -236,13 +236,15 @@ def test_a_captured_step_is_the_same_step(dtype):
     if dtype == torch.float32:  # as a loader prepares them
         images = (images.permute(0, 1, 4, 2, 3) / 255).contiguous()
     labels = torch.randint(0, 4, (3, 8), device="cuda")
-    losses = []
+    losses, weights = [], []
     for captured in (False, True):
         torch.manual_seed(0)
         model = MONet(widths=(64, 128), depths=(2, 2), patches=(2,), shrinkage=8, num_classes=4).cuda().train()
         recipe = Recipe()
         statistics = torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
         step = Step(model, model, build_optimizers(model, recipe.optim), None, recipe, statistics)
+        set_learning_rate(list(step.optimizers), 1.0)
+        start = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
         if captured:
             step.capture(images[0], labels[0])
         else:
@@ -252,4 +254,6 @@ def test_a_captured_step_is_the_same_step(dtype):
             step(batch, target)
             found.append(step.mean_loss())
         losses.append(found)
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert (weights[0] - weights[1]).norm() < 0.1 * (weights[0] - start).norm()

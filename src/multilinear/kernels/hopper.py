@@ -14,6 +14,7 @@ from multilinear.kernels.hopper_plans import (
     FORWARD,
     LIFT,
     NORM_BACK,
+    REGISTERS,
     First,
     Plan,
     Through,
@@ -182,7 +183,7 @@ def mu2(
     whole, tail = pieces(s.low2, j)
     rows, tokens = x.numel() // s.channels, x.shape[-3] * x.shape[-2]
     groups = triton.cdiv(rows, 64 * plan.groups)
-    registers, limit = plan.registers
+    registers, limit = REGISTERS[plan.groups]
     launch(
         hopper_mu2.mu2, min(groups, _processors(x.device)),
         _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(n if save else ready.A2, 64, 64),
@@ -209,7 +210,7 @@ def mu2_back(
     narrow = tail or 16
     groups = triton.cdiv(rows, 64 * plan.groups)
     programs = min(groups, _processors(n.device))
-    registers, limit = plan.registers
+    registers, limit = REGISTERS[plan.groups]
     out = torch.empty_like(x)
     sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
     launch(
@@ -236,7 +237,7 @@ def norm_back(
     rows, tokens = len(P), x.shape[-3] * x.shape[-2]
     groups = triton.cdiv(rows, 64 * plan.groups)
     programs = min(groups, _processors(x.device))
-    registers, limit = plan.registers
+    registers, limit = REGISTERS[plan.groups]
     out = torch.empty_like(x)
     sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
     launch(

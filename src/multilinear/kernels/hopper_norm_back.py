@@ -286,6 +286,7 @@ def norm_back(
     REST: gl.constexpr = C % 128
     gl.static_assert(TILES >= C // 64 + 2)  # of P two and of x all are held at a time
     gl.static_assert(SLOTS >= 2)
+    gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = x_desc.dtype
     column: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     ring = gl.allocate_shared_memory(kind, [GROUPS * TILES, 64, 64], x_desc.layout)
@@ -313,7 +314,6 @@ def norm_back(
     buffers = (ring, wides, narrows, selects)
     bars = (full, empty, full_s, empty_s)
     pointers = (keep_ptr, vectors_ptr, sums_ptr)
-    gl.static_assert(GROUPS == 2)
     gl.warp_specialize([
         (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, SP, J, GROUPS, TILES, SLOTS,
                    DROP)),

@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+# Registers of a thread that multiplies, and of any at launch, for so many groups of warps.
+REGISTERS = {1: (232, 128), 2: (240, 168), 3: (160, 128)}
+
 
 class Plan(NamedTuple):
     """How a processor shares out the second Mu-Layer.
@@ -18,11 +21,6 @@ class Plan(NamedTuple):
     staged: bool = True
     staged_low: bool = False
     whole: bool = False
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a thread that multiplies, and of any at launch."""
-        return {1: (232, 128), 2: (240, 168), 3: (160, 128)}[self.groups]
 
 
 # By channels and low rank, all of which were tried; measured on an H200. In training n is also written, from where it
@@ -84,10 +82,6 @@ class Through(NamedTuple):
     tiles: int
     slots: int
     rows: int = 64
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        return Plan(0, self.groups, 0).registers
 
 
 # By channels and low rank again, where it is faster than a product and a norm of their own.

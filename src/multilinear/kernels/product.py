@@ -3,7 +3,7 @@
 Written out, that is a dozen passes over the activations forward and back. Here the forward pass reads both branches
 once and writes the product; the backward pass reads them and the gradient once, computes the norms again from saved
 numbers of each row, and writes both gradients. Sums over rows (the gradients of scales, shifts and alpha) are kept in
-registers over all rows that a program visits. Rows are held in two parts, 1152 = 1024 + 128, instead of being padded.
+registers over all rows that a program visits. Rows are held in two parts, 1152 = 1024 + 128, and so padded less.
 """
 
 from typing import Any
@@ -237,7 +237,7 @@ def _add_up(parts_ptr, out_ptr, rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr,
 
 def _tile(width: int) -> tuple[int, int, int]:
     """What `TILES` says of such rows."""
-    return TILES.get(triton.next_power_of_2(width), (1, 1, 2112) if width < 256 else (8, 8, 264))
+    return TILES.get(max(256, triton.next_power_of_2(width)), (8, 8, 264))
 
 
 @torch.library.custom_op("multilinear::normed_product", mutates_args=())

@@ -94,11 +94,12 @@ class MuLayer(nn.Module):
         second = self.B(self.shift_second(self.D(x)))
         norm_a, norm_b = self.norm_a, self.norm_b
         if isinstance(norm_a, nn.LayerNorm) and isinstance(norm_b, nn.LayerNorm) and kernels.fused_for(first):
-            border = None
-            if not torch.is_grad_enabled() and type(self.shift) is SpatialShift and kernels.shift_serves(first):
-                border = self.shift.border  # the kernel shifts while it loads
+            shift, border = self.shift, None
+            watched = shift._forward_hooks or shift._forward_pre_hooks
+            if type(shift) is SpatialShift and not (torch.is_grad_enabled() or watched) and kernels.shift_serves(first):
+                border = shift.border  # the kernel shifts while it loads
             else:
-                first = self.shift(first)
+                first = shift(first)
             weights = (norm_a.weight, norm_a.bias), (norm_b.weight, norm_b.bias)
             product = kernels.normed_product(first, second, *weights, self.alpha, norm_a.eps, border)
         else:
@@ -272,10 +273,10 @@ class PolyBlock(nn.Module):
         return y.to(x.dtype)
 
     def _take_ahead(self, dtype: torch.dtype | None) -> list[Tensor] | None:
-        """What `prepare_ahead` made, if it is of that type; in any case it is waited for, as a capture asks."""
+        """What `prepare_ahead` made, if it is of that type; a capture asks that it is waited for either way."""
         assert self._ahead is not None
         (made_for, prepared, there), self._ahead = self._ahead, None
-        if not _capturing(prepared[0]):  # the one that it was made in has failed
+        if not (prepared[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # where it was made has failed
             return None
         torch.cuda.current_stream(prepared[0].device).wait_event(there)
         return prepared if made_for == dtype else None
@@ -295,17 +296,14 @@ class PolyBlock(nn.Module):
         return self._prepared[1]
 
 
-def _capturing(x: Tensor) -> bool:
-    """Whether a training step is being captured as a CUDA graph."""
-    return x.is_cuda and torch.is_grad_enabled() and torch.cuda.is_current_stream_capturing()
-
-
 def prepare_ahead(model: nn.Module, x: Tensor) -> None:
     """In a training step that is captured, fused blocks prepare their weights beside the layers that come first.
 
     >>> prepare_ahead(PolyBlock(64), torch.zeros(1, 2, 2, 64))  # on a CPU: nothing
     """
-    dtype = None if torch.compiler.is_compiling() or not _capturing(x) else kernels.block_dtype(x)
+    if torch.compiler.is_compiling() or not (x.is_cuda and torch.is_grad_enabled()):
+        return
+    dtype = kernels.block_dtype(x) if torch.cuda.is_current_stream_capturing() else None
     if dtype is None:
         return
     for block in model.modules():

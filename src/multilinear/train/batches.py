@@ -147,7 +147,7 @@ class FolderBatches:
             self.splits["test"] = self.info.test
         self.final_split = "test" if "test" in self.splits else "val"
         self.loaders = {  # each split as the network sees it at inference
-            split: folder_loader(images, side, share, training=False, **options)
+            split: folder_loader(images, side, share, training=False, crop_pct=self.crop, **options)
             for split, images in self.splits.items()
         }
         self.steps = len(self.loader)

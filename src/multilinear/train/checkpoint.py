@@ -86,7 +86,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _parameters(step: Step, optimizer: torch.optim.Optimizer) -> list[tuple[str, Tensor]]:
-    """By name, since an optimiser may hold them in any order."""
+    """By name, since an optimiser may hold them in any order. To be called after `state_dict`: an evaluation leaves
+    sharded parameters whole, which that undoes."""
     names = {id(parameter): name for name, parameter in step.model.named_parameters()}
     return [(names[id(parameter)], parameter) for group in optimizer.param_groups for parameter in group["params"]]
 

@@ -182,6 +182,7 @@ class Step:
                     self._step(*self._static)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # a loader's thread may pin memory meanwhile
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._step(*self._static)
         self._graph = graph
