@@ -169,6 +169,12 @@ def allow_a_second_epoch(last):
     return last.read_bytes()
 
 
+def test_a_checkpoint_of_another_format_is_refused(tmp_path):
+    write_checkpoint(tmp_path / "last.safetensors", {"model/a": torch.zeros(1)}, {"version": 1})
+    with pytest.raises(ml.MultilinearError, match="checkpoint version 1, this release reads 2"):
+        read_checkpoint(tmp_path / "last.safetensors")
+
+
 def test_a_kill_during_the_write_leaves_the_checkpoint_before(tmp_path):
     out = tmp_path / "run"
     run_to_the_end(small(run={"epochs": 1}), out)

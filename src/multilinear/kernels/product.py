@@ -41,7 +41,8 @@ def _store(ptr, x, j, WIDTH: tl.constexpr):
 
 @triton.jit
 def _load_shifted(ptr, row, j, height, width, WIDTH: tl.constexpr, KEEP: tl.constexpr, V: tl.constexpr):
-    """A row from its four neighbours; where there is none, from itself or zeros."""
+    """A row from its four neighbours; where there is none, from itself or zeros. `gather` is the same for tiles of
+    rows, whose layout would be exchanged between threads here."""
     y, x = row // width % height, row % width
     quarter = j * 4 // WIDTH
     step = tl.where(quarter == 0, -width, tl.where(quarter == 1, width, tl.where(quarter == 2, -1, 1)))
