@@ -199,7 +199,8 @@ def mu2(
         _tiles(ready.C2, 64, j), _tiles(ready.gram, j, 64), _tiles(ready.D2, j, 64), _tiles(ready.low_gram, j, j),
         _tiles(ready.low_gram, j, tail or 16), keep, n, d, stats, ready.vectors, groups, rows, tokens, eps,
         C=s.channels, R2=s.rank2, L2=s.low2, P2=whole, TAIL=tail, J=j, GROUPS=plan.groups, SLOTS=plan.slots,
-        SLOTS_C=plan.slots_c, STAGED=plan.staged, STAGED_LOW=plan.staged_low, FORMS=forms, TRAIN=save,
+        SLOTS_C=plan.slots_c, STAGED=plan.staged, STAGED_LOW=plan.staged_low, SPARE=plan.spare,
+        FORMS=forms, TRAIN=save,
         DROP=keep is not None, REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
 

@@ -80,7 +80,7 @@ def consume(
     which: gl.constexpr, descs, buffers, bars, pointers, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr, STAGED: gl.constexpr, STAGED_LOW: gl.constexpr,
-    FORMS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
+    SPARE: gl.constexpr, FORMS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     x_desc, out_desc, n_desc = descs[0], descs[1], descs[2]
     tiles_x, tiles_a, _, tiles_b, tiles_t, tiles_c, tiles_d = buffers
@@ -93,40 +93,44 @@ def consume(
     linear_ptr = vectors_ptr + FORMS
     e_ptr, low_linear_ptr, constants_ptr = linear_ptr + C, linear_ptr + C + L2, linear_ptr + C + 2 * L2
     bias_ptr = vectors_ptr + 3 * C
-    # without staging, x stays until it is added to, and the next tile's x is fetched meanwhile
-    TILES_X: gl.constexpr = 1 if STAGED else 2
+    # with a second tile x stays until it is added to, and the next one is fetched ahead: where n was if that is staged
+    TILES_X: gl.constexpr = 2 if SPARE else 1
     item = 0
     item_c = 0
     turn = 0
     group = gl.program_id(0)
-    if not STAGED:
+    if SPARE:
         fetch(x_desc, (group * GROUPS + which) * 64, full_x.index(which * 2), tiles_x, which * 2 * P, C)
     while group < groups:
         row = (group * GROUPS + which) * 64
         mine = which * TILES_X + turn % TILES_X
+        other = which * TILES_X + (turn + 1) % TILES_X
         place = mine * P
-        if STAGED:
+        if SPARE:
+            mbarrier.wait(full_x.index(mine), (turn // 2) & 1)
+        else:
             tma.store_wait(0)
             fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
             mbarrier.wait(full_x.index(mine), 0)
-        else:
-            mbarrier.wait(full_x.index(mine), (turn // 2) & 1)
         mean, scale = row_norm(tiles_x, place, eps, C)
+        if STAGED and SPARE:
+            tma.store_wait(0)
+            gl.thread_barrier()
         index = gl.arange(0, 64, layout=rows_layout())
         live = row + index < rows
         ns = ()
         for k in gl.static_range(P):
             n = normed(tiles_x, place, mean, scale, vectors_ptr, k, C, kind)
             if STAGED:
-                tiles_x.index(place + k).store(n)
-                ns = ns + (tiles_x.index(place + k),)
+                tiles_x.index(other * P + k).store(n)
+                ns = ns + (tiles_x.index(other * P + k),)
             else:
                 ns = ns + (gl.convert_layout(n, operand()),)
         if STAGED:
             fence_async_shared()
             if TRAIN:
                 for k in gl.static_range(P):
-                    tma.async_copy_shared_to_global(n_desc, [row, 64 * k], tiles_x.index(place + k))
+                    tma.async_copy_shared_to_global(n_desc, [row, 64 * k], tiles_x.index(other * P + k))
         # the variance of the first branch
         form = row_zeros() + gl.load(constants_ptr)
         for c in gl.static_range(C // J):
@@ -139,7 +143,7 @@ def consume(
             release(empty, slot, RESIDENT)
             item += 1
             if STAGED:
-                n = tiles_x.index(place + c * J // 64).slice(c * J % 64, J, 1).load(accumulator(J))
+                n = tiles_x.index(other * P + c * J // 64).slice(c * J % 64, J, 1).load(accumulator(J))
             else:
                 n = gl.convert_layout(ns[c], accumulator(J))
             form += sum_rows((part + across(linear_ptr, J * c, J, C)) * n.to(gl.float32))
@@ -207,7 +211,6 @@ def consume(
         if not STAGED:
             ahead = group + gl.num_programs(0)
             if ahead < groups:
-                other = which * 2 + (turn + 1) % 2
                 tma.store_wait(0)
                 fetch(x_desc, (ahead * GROUPS + which) * 64, full_x.index(other), tiles_x, other * P, C)
         slot, phase = slot_of(item, SLOTS, RESIDENT)
@@ -235,16 +238,20 @@ def consume(
             release(empty_c, slot_c, RESIDENT)
             item_c += 1
             h = gl.convert_layout(product, operand())
-        if STAGED:  # x comes back in place of n
+        if STAGED:  # in place of n comes the next x, or x once more
             tma.store_wait(0)
             gl.thread_barrier()
-            fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
+            ahead = group + gl.num_programs(0)
+            if not SPARE:
+                fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
+            elif ahead < groups:
+                fetch(x_desc, (ahead * GROUPS + which) * 64, full_x.index(other), tiles_x, other * P, C)
         slot_c, phase_c = slot_of(item_c, SLOTS_C, RESIDENT)
         mbarrier.wait(full_c.index(slot_c), phase_c)
         ys = finished(add_output(ys, h, tiles_c, slot_c, P), h, P)
         release(empty_c, slot_c, RESIDENT)
         item_c += 1
-        if STAGED:
+        if not SPARE:
             mbarrier.wait(full_x.index(mine), 1)
         for k in gl.static_range(P):
             tile = tiles_x.index(place + k)
@@ -264,12 +271,12 @@ def mu2(
     keep_ptr, n_ptr, d_ptr, stats_ptr, vectors_ptr, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr, STAGED: gl.constexpr, STAGED_LOW: gl.constexpr,
-    FORMS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
+    SPARE: gl.constexpr, FORMS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x plus the second Mu-Layer of norm(x); in training also what its branches read, n and d next to their extras."""
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
-    TILES_X: gl.constexpr = GROUPS * (1 if STAGED else 2)
+    TILES_X: gl.constexpr = GROUPS * (2 if SPARE else 1)
     kind: gl.constexpr = x_desc.dtype
     tiles_x = gl.allocate_shared_memory(kind, [TILES_X * P, 64, 64], x_desc.layout)
     tiles_a = gl.allocate_shared_memory(kind, [SLOTS * P, J, 64], a_desc.layout)
@@ -300,18 +307,18 @@ def mu2(
     if GROUPS == 2:
         gl.warp_specialize([
             (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
-                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, FORMS, TRAIN, DROP)),
+                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
             (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
-                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, FORMS, TRAIN, DROP)),
+                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
             (produce, (descs, buffers, bars, groups, C, R2, P2, TAIL, J, SLOTS, SLOTS_C)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
-                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, FORMS, TRAIN, DROP)),
+                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
             (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
-                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, FORMS, TRAIN, DROP)),
+                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
             (consume, (2, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
-                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, FORMS, TRAIN, DROP)),
+                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
             (produce, (descs, buffers, bars, groups, C, R2, P2, TAIL, J, SLOTS, SLOTS_C)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -10,8 +10,8 @@ class Plan(NamedTuple):
     """How a processor shares out the second Mu-Layer.
 
     Hidden channels of a chunk; groups of warps with 64 tokens each; chunks of A and B, and of C, that are kept; on the
-    way forward whether n, and whether d, waits in shared memory instead of registers; on the way back whether it goes
-    on from the branches to x.
+    way forward whether n, and whether d, waits in shared memory instead of registers, and whether there are two tiles
+    for x, which are needed if n is in registers; on the way back whether it goes on from the branches to x.
     """
 
     chunk: int
@@ -20,16 +20,17 @@ class Plan(NamedTuple):
     slots_c: int = 0
     staged: bool = True
     staged_low: bool = False
+    spare: bool = False
     whole: bool = False
 
 
 # By channels and low rank, all of which were tried; measured on an H200. In training n is also written, from where it
 # is staged.
 FORWARD = {
-    (64, 24): Plan(64, 3, 6, 3, staged=False),
-    (128, 48): Plan(64, 2, 4, 2, staged=False),
+    (64, 24): Plan(64, 3, 6, 3, staged=False, spare=True),
+    (128, 48): Plan(64, 2, 4, 2, staged=False, spare=True),
     (192, 72): Plan(64, 2, 3, 2),
-    (192, 144): Plan(32, 2, 4, 3),
+    (192, 144): Plan(32, 2, 4, 3, spare=True),
     (256, 96): Plan(32, 2, 3, 3, staged_low=True),
 }
 BACK = {
@@ -104,7 +105,7 @@ class Return(NamedTuple):
 # By channels and the first low rank.
 LIFT_BACK = {
     (64, 8): Return(3, 2, 2),
-    (128, 16): Return(3, 1, 3),
+    (128, 16): Return(2, 2, 3),
     (192, 24): Return(2, 1, 2),
     (192, 48): Return(2, 1, 2),
 }
