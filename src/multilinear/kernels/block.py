@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS, block_forward, block_weights, hopper
+from multilinear.kernels import BLOCK_PARAMETERS, block_forward, block_small, block_weights, hopper
 from multilinear.kernels.launch import launch
 
 SIZED = tuple(BLOCK_PARAMETERS.index(name) for name in ("mu1.A.weight", "mu1.B.weight", "mu2.B.weight"))
@@ -210,15 +210,51 @@ def constants(s: Sizes, names: Sequence[str]) -> dict[str, int]:
 @lru_cache
 def _constants(s: Sizes) -> dict[str, int]:
     c, r1, l1, l2 = (parts(width) for width in (s.channels, s.rank1, s.low1, s.low2))
-    place = offsets(s)
+    place, low = offsets(s), block_small.low_parts(s.low2)
     return {
         "C": s.channels, "C0": c[0], "C1": c[1], "R1": s.rank1, "R10": r1[0], "R11": r1[1],
         "L1": s.low1, "L10": l1[0], "L11": l1[1], "R2": s.rank2, "L2": s.low2, "L20": l2[0], "L21": l2[1],
-        "X20": parts(s.low2 + 16)[0], "X21": parts(s.low2 + 16)[1],
+        "P20": low[0], "P21": low[1], "X20": parts(s.low2 + 16)[0], "X21": parts(s.low2 + 16)[1],
         "U": s.rank1 + s.low1, "US": align(s.rank1 + s.low1), "MU1": place.mu1, "FORMS": place.forms,
         "BIAS": place.bias, "V1": chunk(s.rank1 // 4, 8), "VL1": chunk(s.low1 // 4, 8),
         "SP": s.rank2 + s.channels + 8 + s.low2, "SQ": s.rank2 + s.low2 + 8, "SD1": align(s.low1 + 1),
     }  # fmt: skip
+
+
+def _few_tokens(
+    x: Tensor, ready: Prepared, s: Sizes, plan: block_small.Plan, keep_border: bool, eps: float
+) -> Tensor:  # fmt: skip
+    """The output alone, as soon as possible."""
+    rows, (height, width) = x.numel() // s.channels, x.shape[-3:-1]
+    columns, splits = triton.cdiv(s.rank1 + s.low1, plan.lift.width), s.rank2 // plan.mu2.width
+    u, n, d = (x.new_empty(rows, wide) for wide in (align(s.rank1 + s.low1), s.channels + 16, s.low2 + 16))
+    both = x.new_empty(rows, dtype=torch.float32)
+    count = x.new_empty(triton.cdiv(rows, 16), dtype=torch.int32)
+    parts = x.new_empty((splits, rows, s.channels) if splits > 1 else 0, dtype=torch.float32)
+    out, mid = torch.empty_like(x), torch.empty_like(x)
+    options = {"launch_pdl": True} if x.is_cuda and block_small.OVERLAP else {}
+    kernel, share = block_small.small_lift, plan.lift
+    launch(
+        kernel, triton.cdiv(rows, share.tokens) * columns,
+        x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
+        T=share.tokens, J=share.width, SPLITS=columns, CUDA=x.is_cuda, num_warps=share.warps, **options,
+    )  # fmt: skip
+    kernel, share = block_small.small_mu1, plan.mu1
+    launch(
+        kernel, triton.cdiv(rows, share.tokens),
+        x, u, mid, n, d, both, count, ready.B1, ready.C1, ready.D2, ready.gram, ready.low_gram, ready.vectors,
+        rows, height, width, eps, **constants(s, kernel.arg_names),
+        KEEP=keep_border, T=share.tokens, CUDA=x.is_cuda, num_warps=share.warps, **options,
+    )  # fmt: skip
+    kernel, share = block_small.small_mu2, plan.mu2
+    hidden = chunk(share.width)
+    launch(
+        kernel, triton.cdiv(rows, share.tokens) * splits,
+        mid, out, n, d, both, count, parts, ready.A2, ready.B2, ready.C2, ready.vectors, rows,
+        **constants(s, kernel.arg_names), T=share.tokens, J=hidden, CHUNKS=share.width // hidden, SPLITS=splits,
+        CUDA=x.is_cuda, num_warps=share.warps, **options,
+    )  # fmt: skip
+    return out
 
 
 def poly_block_now(
@@ -237,6 +273,9 @@ def poly_block_now(
     x = aligned(x)
     height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
+    few = None if save or keep1 is not None else block_small.plan_for(*s, rows)
+    if few is not None:
+        return _few_tokens(x, ready, s, few, keep_border, eps), []
     u = x.new_empty(rows, align(s.rank1 + s.low1))
     out, mid = torch.empty_like(x), torch.empty_like(x)
     stats1, stats2 = (x.new_empty((rows, 3) if save else 0, dtype=torch.float32) for _ in range(2))

@@ -262,3 +262,22 @@ def gather_rows(
     if R1 > 0:
         x1 = gather(u_ptr, tile, local, live, height, width, first, columns(R0, R1), R, STRIDE, KEEP, V)
     return x0, x1
+
+
+@triton.jit
+def hold(x, CUDA: tl.constexpr):
+    """The same. Triton moves what follows a load, and waits for it, next to that load; this stays where it is, so that
+    all loads ahead of it start at once."""
+    if CUDA:
+        PACK: tl.constexpr = 32 // x.dtype.primitive_bitwidth
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, is_pure=False, pack=PACK)
+    return x
+
+
+@triton.jit
+def hold_pair(x0, x1, C1: tl.constexpr, CUDA: tl.constexpr):
+    y0 = hold(x0, CUDA)
+    y1 = y0
+    if C1 > 0:
+        y1 = hold(x1, CUDA)
+    return y0, y1
