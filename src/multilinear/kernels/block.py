@@ -221,6 +221,38 @@ def _constants(s: Sizes) -> dict[str, int]:
     }  # fmt: skip
 
 
+def _first_layer(
+    x: Tensor, u: Tensor, mid: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
+    keep_border: bool, eps: float, save: bool,
+) -> None:  # fmt: skip
+    """u, and the value between the Mu-Layers from it."""
+    height, width = x.shape[-3:-1]
+    rows = len(u)
+    ahead = hopper.plan_lift(s) if x.is_cuda else None
+    if ahead is not None:
+        hopper.lift(x, u, ready, s, ahead, offsets(s).bias, eps)
+    else:
+        tile = tiles(s)["lift"]
+        kernel = block_forward.lift
+        launch(
+            kernel, triton.cdiv(rows, tile.tokens),
+            x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
+            T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    first = hopper.plan_first(s, rows, height, width, keep_border) if x.is_cuda else None
+    if first is not None:
+        hopper.mu1(x, u, mid, stats, keep, ready, s, first, offsets(s).mu1, eps, save)
+    else:
+        tile = tiles(s)["mu1"]
+        kernel = block_forward.mu1
+        launch(
+            kernel, triton.cdiv(rows, tile.tokens),
+            x, u, mid, stats, keep, ready.B1, ready.C1, ready.vectors, rows, height, width, eps,
+            **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep is not None,
+            T=tile.tokens, J=chunk(s.rank1, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
+        )  # fmt: skip
+
+
 def poly_block_now(
     x: Tensor,
     keep1: Tensor | None,
@@ -237,32 +269,15 @@ def poly_block_now(
     x = aligned(x)
     height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
-    u = x.new_empty(rows, align(s.rank1 + s.low1))
+    at_once = x.is_cuda and not save and keep1 is None
+    both = hopper.plan_both(s, height, width, keep_border) if at_once else None
+    u = x.new_empty(rows if both is None else 0, align(s.rank1 + s.low1))
     out, mid = torch.empty_like(x), torch.empty_like(x)
     stats1, stats2 = (x.new_empty((rows, 3) if save else 0, dtype=torch.float32) for _ in range(2))
-    ahead = hopper.plan_lift(s) if x.is_cuda else None
-    if ahead is not None:
-        hopper.lift(x, u, ready, s, ahead, offsets(s).bias, eps)
+    if both is not None:
+        hopper.first(x, mid, ready, s, both, offsets(s).mu1, offsets(s).bias, eps)
     else:
-        tile = tiles(s)["lift"]
-        kernel = block_forward.lift
-        launch(
-            kernel, triton.cdiv(rows, tile.tokens),
-            x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
-            T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
-    first = hopper.plan_first(s, rows, height, width, keep_border) if x.is_cuda else None
-    if first is not None:
-        hopper.mu1(x, u, mid, stats1, keep1, ready, s, first, offsets(s).mu1, eps, save)
-    else:
-        tile = tiles(s)["mu1"]
-        kernel = block_forward.mu1
-        launch(
-            kernel, triton.cdiv(rows, tile.tokens),
-            x, u, mid, stats1, keep1, ready.B1, ready.C1, ready.vectors, rows, height, width, eps,
-            **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep1 is not None,
-            T=tile.tokens, J=chunk(s.rank1, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
-        )  # fmt: skip
+        _first_layer(x, u, mid, stats1, keep1, ready, s, keep_border, eps, save)
     n, d = (x.new_empty((rows, wide + 16) if save else 0) for wide in (s.channels, s.low2))
     plan = hopper.plan_for(s, save) if x.is_cuda else None
     if plan is not None:
