@@ -203,13 +203,15 @@ def consume(
 
 @gluon.jit
 def produce(descs, buffers, bars, groups, C: gl.constexpr, SLOTS: gl.constexpr):
-    """Copy what u is lifted with in the order in which it is read: the rows for the low rank, then the others."""
-    w_desc = descs[2]
-    weights = buffers[1]
-    full, empty = bars[0], bars[1]
+    """Copy what u is lifted with in the order in which it is read: the rows for the low rank, then the others. The
+    weights that are kept come in between, a tile at a time, as the first tokens need them only after that."""
+    w_desc, b_desc, c_desc = descs[2], descs[3], descs[4]
+    weights, weights_b, weights_c = buffers[1], buffers[2], buffers[3]
+    full, empty, full_w = bars[0], bars[1], bars[2]
     P: gl.constexpr = C // 64
     item = 0
     group = gl.program_id(0)
+    mbarrier.expect(full_w, (64 + C) * C * 2)
     while group < groups:
         for i in range(P + 1):
             for k in range(P):
@@ -219,6 +221,10 @@ def produce(descs, buffers, bars, groups, C: gl.constexpr, SLOTS: gl.constexpr):
                 tma.async_copy_global_to_shared(
                     w_desc, [(i + P) % (P + 1) * 64, 64 * k], full.index(slot), weights.index(slot)
                 )
+                if item < P:
+                    tma.async_copy_global_to_shared(b_desc, [64 * k, 0], full_w, weights_b.index(k))
+                elif item < (P + 1) * P:
+                    tma.async_copy_global_to_shared(c_desc, [64 * k, 64 * (i - 1)], full_w, weights_c.index(item - P))
                 item += 1
         group += gl.num_programs(0)
 
@@ -249,12 +255,7 @@ def first(
         mbarrier.init(full_x.index(i), count=1)
     mbarrier.init(full_w, count=1)
     fence_async_shared()
-    mbarrier.expect(full_w, (64 + C) * C * 2)
-    for i in gl.static_range(P):
-        tma.async_copy_global_to_shared(b_desc, [64 * i, 0], full_w, weights_b.index(i))
-        for k in gl.static_range(P):
-            tma.async_copy_global_to_shared(c_desc, [64 * k, 64 * i], full_w, weights_c.index(i * P + k))
-    descs = (x_desc, out_desc, w_desc)
+    descs = (x_desc, out_desc, w_desc, b_desc, c_desc)
     buffers = (tiles, weights, weights_b, weights_c)
     bars = (full, empty, full_w, full_x)
     gl.warp_specialize([
