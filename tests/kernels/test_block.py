@@ -141,8 +141,8 @@ def norm_back_over_several_tiles():
 
 def sums_of_many_programs():
     """More rows than a launch has for a few images, in several parts and several times as many."""
-    from multilinear.kernels.block import Sizes
     from multilinear.kernels.block_gradient import _summed
+    from multilinear.kernels.block_sizes import Sizes
 
     for rows in ((1, 2, 3), (5, 130, 700), (2112, 300, 5000)):
         first, second, mu1 = torch.randn(rows[0], 3, 48), torch.randn(rows[1], 3, 48), torch.randn(rows[2], 4, 32)
@@ -205,7 +205,8 @@ def interpret_prepared_numbers():
 
 
 def prepared_numbers(block, dtype):
-    from multilinear.kernels.block import Prepared, prepare
+    from multilinear.kernels.block import prepare
+    from multilinear.kernels.block_sizes import Prepared
 
     block = perturbed(block, {"mu2.alpha": -0.7})
     frozen = [weight.detach() for weight in weights_of(block)]
@@ -397,6 +398,19 @@ def test_cuda_inference_keeps_prepared_weights(small):
         block.mu2.C.weight.mul_(2)
         assert not torch.equal(block(x), before)
     assert error(block(x), copy.deepcopy(block).double()(x.double())) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shrinkage", [4, 8])
+def test_cuda_inference_on_grids_that_are_one_tile(shrinkage, dtype, calls):
+    """One kernel does the whole first Mu-Layer there; with few images a group of warps has none."""
+    block = perturbed(PolyBlock(192, shrinkage=shrinkage)).cuda().to(dtype).eval()
+    for images in (1, 5, 700):
+        x = torch.randn(images, 8, 8, 192, device="cuda").to(dtype)
+        with torch.no_grad():
+            assert error(block(x), copy.deepcopy(block).double()(x.double())) < 1e-2
+    assert calls == 3 * [dtype]
 
 
 @pytest.mark.gpu

@@ -155,7 +155,7 @@ def block_serves(rows: int, channels: int, ranks: tuple[int, int], lows: tuple[i
     >>> callable(block_serves)
     True
     """
-    from multilinear.kernels.block import Sizes
+    from multilinear.kernels.block_sizes import Sizes
 
     sizes = Sizes(channels, ranks[0], lows[0], ranks[1], lows[1])
     widest = max(sizes.rank2 + channels + sizes.low2 + 8, sizes.rank1 + sizes.low1 + 8)

@@ -8,7 +8,8 @@ import triton
 from torch import Tensor
 
 from multilinear.kernels import BLOCK_PARAMETERS, block_backward, block_weights_back, hopper
-from multilinear.kernels.block import (
+from multilinear.kernels.block import poly_block, poly_block_now
+from multilinear.kernels.block_sizes import (
     Prepared,
     Sizes,
     aligned,
@@ -16,8 +17,6 @@ from multilinear.kernels.block import (
     chunk_of_many,
     constants,
     offsets,
-    poly_block,
-    poly_block_now,
     sizes_of,
     steps,
     tiles,

@@ -48,9 +48,8 @@ class Plan(NamedTuple):
 # By channels, low rank and the most tokens: as many programs as there are processors, or nearly so.
 PLANS = {
     (64, 8, 4096): Plan(Share(32, 4, 128), Share(16, 4), Share(32, 4, 192)),
-    (128, 16, 1024): Plan(Share(16, 4, 64), Share(16, 8), Share(16, 8, 128)),
-    (192, 24, 64): Plan(Share(16, 4, 16), Share(16, 8), Share(16, 8, 64)),
-    (192, 24, 512): Plan(Share(16, 4, 32), Share(16, 8), Share(16, 8, 64)),
+    (128, 16, 1024): Plan(Share(16, 4, 64), Share(16, 8), Share(32, 8, 128)),
+    (192, 24, 512): Plan(Share(16, 4, 32), Share(16, 8), Share(16, 8, 192)),
 }  # fmt: skip
 
 

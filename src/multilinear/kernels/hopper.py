@@ -1,21 +1,24 @@
 """Launches the kernels that are made for Hopper, where Triton can build them."""
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from multilinear.kernels.block_sizes import Prepared, Sizes
 from multilinear.kernels.hopper_plans import (
     BACK,
     FIRST,
     FIRST_BACK,
+    FIRST_BOTH,
     FORWARD,
     LIFT,
     LIFT_BACK,
     NORM_BACK,
     REGISTERS,
+    Both,
     First,
     Plan,
     Return,
@@ -23,64 +26,68 @@ from multilinear.kernels.hopper_plans import (
 )
 from multilinear.kernels.launch import launch
 
-if TYPE_CHECKING:
-    from multilinear.kernels.block import Prepared, Sizes
-
 # Gluon is young and changes; these are the versions of Triton with which the kernels were tried on a GPU.
 VERSIONS = ("3.6.",)
 
 
 @lru_cache
-def plan_first(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> First | None:
+def plan_first(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The plan for the first Mu-Layer, or None if the kernel does not take it."""
     return FIRST.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
 
 
 @lru_cache
-def plan_first_back(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> First | None:
+def plan_both(s: Sizes, height: int, width: int, keep_border: bool) -> Both | None:
+    """The same for all of it at once, without what training keeps: a grid is the tile of one group of warps."""
+    fits = (height, width) == (8, 8) and _shifts(s, 64, height, width, keep_border)
+    return FIRST_BOTH.get((s.channels, s.low1)) if fits else None
+
+
+@lru_cache
+def plan_first_back(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The same for the way back down to u."""
     return FIRST_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
 
 
 @lru_cache
-def plan_lift_back(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> Return | None:
+def plan_lift_back(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> Return | None:
     """The same for the rest of the way back, through shift, lift and norm."""
     return LIFT_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
 
 
-def _shifts(s: "Sizes", rows: int, height: int, width: int, keep_border: bool) -> bool:
+def _shifts(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> bool:
     """Whether the kernels of the first Mu-Layer find a token's neighbours in such a grid."""
     exact = min(height, width) > 2 and rows * max(height, width) < 2**32  # see `reciprocal`
     return triton.__version__.startswith(VERSIONS) and keep_border and exact and s.rank1 == s.channels
 
 
 @lru_cache
-def plan_lift(s: "Sizes") -> First | None:
+def plan_lift(s: Sizes) -> First | None:
     """The same for the step ahead of its shift."""
     known = triton.__version__.startswith(VERSIONS)
     return LIFT.get((s.channels, s.low1)) if known and s.rank1 == s.channels else None
 
 
 @lru_cache
-def plan_for(s: "Sizes", save: bool) -> Plan | None:
+def plan_for(s: Sizes, save: bool) -> Plan | None:
     """The plan for a block of these sizes, or None if the kernels do not take it; `save` for training."""
     plan = FORWARD.get((s.channels, s.low2)) if _known(s) else None
     return plan._replace(staged=True) if plan is not None and save else plan
 
 
 @lru_cache
-def plan_back(s: "Sizes") -> Plan | None:
+def plan_back(s: Sizes) -> Plan | None:
     """The same for the way back."""
     return BACK.get((s.channels, s.low2)) if _known(s) else None
 
 
 @lru_cache
-def plan_norm_back(s: "Sizes") -> Through | None:
+def plan_norm_back(s: Sizes) -> Through | None:
     """The same for its last step, where the plan for the way back does not go on to it."""
     return NORM_BACK.get((s.channels, s.low2)) if _known(s) else None
 
 
-def _known(s: "Sizes") -> bool:
+def _known(s: Sizes) -> bool:
     # what is kept, and how it goes round, was counted for the published hidden width
     return triton.__version__.startswith(VERSIONS) and s.rank2 == 3 * s.channels
 
@@ -122,7 +129,7 @@ def _tiles(matrix: Tensor, height: int, width: int) -> Any:
     return TensorDescriptor(matrix, [*matrix.shape], [*matrix.stride()], [height, width], _layout(width))
 
 
-def lift(x: Tensor, u: Tensor, ready: "Prepared", s: "Sizes", plan: First, bias: int, eps: float) -> None:
+def lift(x: Tensor, u: Tensor, ready: Prepared, s: Sizes, plan: First, bias: int, eps: float) -> None:
     """What `block_forward.lift` does."""
     from multilinear.kernels import hopper_lift
 
@@ -137,8 +144,23 @@ def lift(x: Tensor, u: Tensor, ready: "Prepared", s: "Sizes", plan: First, bias:
     )  # fmt: skip
 
 
+def first(x: Tensor, out: Tensor, ready: Prepared, s: Sizes, plan: Both, start: int, bias: int, eps: float) -> None:
+    """What `block_forward.lift` and `block_forward.mu1` after it do for grids of 8 x 8 tokens, not in training."""
+    from multilinear.kernels import hopper_first
+
+    rows = x.numel() // s.channels
+    groups = triton.cdiv(rows, 64 * plan.groups)
+    registers, limit = REGISTERS[plan.groups]
+    launch(
+        hopper_first.first, min(groups, _processors(x.device)),
+        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(ready.lifting, 64, 64),
+        _tiles(ready.B1, 64, 64), _tiles(ready.C1, 64, 64), ready.vectors, groups, eps, C=s.channels, L1=s.low1,
+        MU1=start, BIAS=bias, GROUPS=plan.groups, SLOTS=plan.slots, REGISTERS=registers, num_warps=4, maxnreg=limit,
+    )  # fmt: skip
+
+
 def mu1(
-    x: Tensor, u: Tensor, out: Tensor, stats: Tensor, keep: Tensor | None, ready: "Prepared", s: "Sizes",
+    x: Tensor, u: Tensor, out: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
     plan: First, start: int, eps: float, save: bool,
 ) -> None:  # fmt: skip
     """What `block_forward.mu1` does."""
@@ -159,7 +181,7 @@ def mu1(
 
 def mu1_back(
     grad: Tensor, u: Tensor, stats: Tensor, keep: Tensor | None, E: Tensor, h: Tensor, db: Tensor, d: Tensor,
-    ready: "Prepared", s: "Sizes", plan: First, start: int,
+    ready: Prepared, s: Sizes, plan: First, start: int,
 ) -> Tensor:  # fmt: skip
     """What `block_backward.mu1_back` does: parts of the sums for the gradients of the norms' parameters."""
     from multilinear.kernels import hopper_mu1_back
@@ -181,7 +203,7 @@ def mu1_back(
 
 
 def mu2(
-    x: Tensor, out: Tensor, keep: Tensor | None, n: Tensor, d: Tensor, stats: Tensor, ready: "Prepared", s: "Sizes",
+    x: Tensor, out: Tensor, keep: Tensor | None, n: Tensor, d: Tensor, stats: Tensor, ready: Prepared, s: Sizes,
     plan: Plan, forms: int, eps: float, save: bool,
 ) -> None:  # fmt: skip
     """What `block_forward.mu2` does."""
@@ -200,14 +222,13 @@ def mu2(
         _tiles(ready.low_gram, j, tail or 16), keep, n, d, stats, ready.vectors, groups, rows, tokens, eps,
         C=s.channels, R2=s.rank2, L2=s.low2, P2=whole, TAIL=tail, J=j, GROUPS=plan.groups, SLOTS=plan.slots,
         SLOTS_C=plan.slots_c, STAGED=plan.staged, STAGED_LOW=plan.staged_low, SPARE=plan.spare,
-        FORMS=forms, TRAIN=save,
-        DROP=keep is not None, REGISTERS=registers, num_warps=4, maxnreg=limit,
+        FORMS=forms, TRAIN=save, DROP=keep is not None, REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
 
 
 def mu2_back(
     grad: Tensor, x: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, h: Tensor, P: Tensor, Q: Tensor,
-    ready: "Prepared", s: "Sizes", plan: Plan, forms: int, eps: float,
+    ready: Prepared, s: Sizes, plan: Plan, forms: int, eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """What `block_backward.mu2_back` and the product for d after it do. If the plan goes on, also what that for n and
     `block_backward.norm_back` do: the gradient of x, and parts of the sums for those of the norm's weight and bias and
@@ -238,7 +259,7 @@ def mu2_back(
 
 
 def norm_back(
-    P: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: "Prepared", s: "Sizes", plan: Through, eps: float
+    P: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes, plan: Through, eps: float
 ) -> tuple[Tensor, Tensor]:
     """What the product `P @ ready.stack` and `block_backward.norm_back` after it do."""
     from multilinear.kernels import hopper_norm_back
@@ -261,7 +282,7 @@ def norm_back(
 
 
 def lift_back(
-    E: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: "Prepared", s: "Sizes", plan: Return, eps: float
+    E: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes, plan: Return, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `block_backward.lift_back` does: the gradients of x and of u, the norm's output next to a column of ones,
     and parts of the sums for the gradients of the norm's weight and bias and of the layer's last bias."""

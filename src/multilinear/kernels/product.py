@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from multilinear.kernels.block import chunk, parts
 from multilinear.kernels.block_parts import columns
+from multilinear.kernels.block_sizes import chunk, parts
 from multilinear.kernels.launch import launch
 
 # columns of a row, rounded up to a power of two -> warps of a program forward; warps and programs backward (measured on
