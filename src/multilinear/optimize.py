@@ -328,6 +328,8 @@ def _graph(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
         for name, child in list(parent.named_children()):
             if isinstance(child, PyramidPatchEmbed):
                 setattr(parent, name, child.as_one().requires_grad_(False))
+            elif isinstance(child, Downsample):
+                child.to(memory_format=torch.channels_last)  # as its input is, or its weights are copied at each pass
     model = InType(root["model"], dtype)
     if torch.cuda.get_device_capability(device)[0] >= 7:  # or there is no Triton to compile with
         compile_blocks(model, Downsample)

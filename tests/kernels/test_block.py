@@ -401,19 +401,6 @@ def test_cuda_inference_keeps_prepared_weights(small):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shrinkage", [4, 8])
-def test_cuda_inference_on_grids_that_are_one_tile(shrinkage, dtype, calls):
-    """One kernel does the whole first Mu-Layer there; with few images a group of warps has none."""
-    block = perturbed(PolyBlock(192, shrinkage=shrinkage)).cuda().to(dtype).eval()
-    for images in (1, 5, 700):
-        x = torch.randn(images, 8, 8, 192, device="cuda").to(dtype)
-        with torch.no_grad():
-            assert error(block(x), copy.deepcopy(block).double()(x.double())) < 1e-2
-    assert calls == 3 * [dtype]
-
-
-@pytest.mark.gpu
 def test_cuda_takes_parts_of_other_tensors(calls):
     """Neither the input nor the gradient starts at an address that a tile could be copied from."""
     block = perturbed(PolyBlock(64, shrinkage=8)).cuda().bfloat16()

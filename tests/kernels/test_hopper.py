@@ -19,7 +19,7 @@ def tried_version(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     plans = (
         hopper.plan_for, hopper.plan_back, hopper.plan_norm_back, hopper.plan_first, hopper.plan_first_back,
-        hopper.plan_lift, hopper.plan_lift_back, hopper.plan_both,
+        hopper.plan_lift, hopper.plan_lift_back,
     )  # fmt: skip
     for plan in plans:
         plan.cache_clear()
@@ -52,28 +52,6 @@ def test_published_widths_have_plans(channels, shrinkage):
     assert hopper.plan_back(sizes) is not None
     assert hopper.plan_lift(sizes) is not None
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is not None
-
-
-@pytest.mark.parametrize(("channels", "low"), hopper.FIRST_BOTH)
-def test_the_first_layer_at_once_fits_a_processor(channels, low):
-    plan = hopper.plan_both(block(channels, channels // low), 8, 8, keep_border=True)
-    # pieces of u take turns in three tiles, and a piece is multiplied while the next one's weights come
-    assert channels == 3 * 64 and plan.groups == 2 and plan.slots > 3 and low <= 64
-    numbers = (64 + channels) * channels + 64 * (2 * plan.groups * channels + 64 * plan.slots)
-    assert 2 * numbers + 8 * 2 * (plan.slots + plan.groups) + 512 < 227 * 1024
-    registers, limit = hopper.REGISTERS[plan.groups]
-    # a warp that copies comes in a group of four, of 24 registers each
-    assert 128 * (plan.groups * registers + 24) <= 2**16 and limit <= registers
-
-
-def test_the_first_layer_at_once_needs_a_grid_that_is_one_tile():
-    sizes = block(192, 4)
-    assert hopper.plan_both(sizes, 8, 8, keep_border=True) is not None
-    assert hopper.plan_both(sizes, 8, 8, keep_border=False) is None
-    assert hopper.plan_both(sizes, 4, 16, keep_border=True) is None
-    assert hopper.plan_both(sizes, 16, 16, keep_border=True) is None
-    assert hopper.plan_both(block(128, 8), 8, 8, keep_border=True) is None
-    assert hopper.plan_both(sizes._replace(rank1=96), 8, 8, keep_border=True) is None
 
 
 @pytest.mark.parametrize(("channels", "low"), hopper.FIRST_BACK)
@@ -142,4 +120,3 @@ def test_other_versions_of_triton_take_the_other_kernels(monkeypatch, version):
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is None
     assert hopper.plan_first_back(sizes, 784, 28, 28, keep_border=True) is None
     assert hopper.plan_lift_back(sizes, 784, 28, 28, keep_border=True) is None
-    assert hopper.plan_both(block(192, 4), 8, 8, keep_border=True) is None

@@ -140,18 +140,13 @@ def poly_block_now(
     x = aligned(x)
     height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
-    alone = not save and keep1 is None
-    few = block_small.plan_for(*s, rows) if alone else None
+    few = block_small.plan_for(*s, rows) if not save and keep1 is None else None
     if few is not None:
         return _few_tokens(x, ready, s, few, keep_border, eps), []
-    both = hopper.plan_both(s, height, width, keep_border) if alone and x.is_cuda else None
-    u = x.new_empty(rows if both is None else 0, align(s.rank1 + s.low1))
+    u = x.new_empty(rows, align(s.rank1 + s.low1))
     out, mid = torch.empty_like(x), torch.empty_like(x)
     stats1, stats2 = (x.new_empty((rows, 3) if save else 0, dtype=torch.float32) for _ in range(2))
-    if both is not None:
-        hopper.first(x, mid, ready, s, both, offsets(s).mu1, offsets(s).bias, eps)
-    else:
-        _first_layer(x, u, mid, stats1, keep1, ready, s, keep_border, eps, save)
+    _first_layer(x, u, mid, stats1, keep1, ready, s, keep_border, eps, save)
     n, d = (x.new_empty((rows, wide + 16) if save else 0) for wide in (s.channels, s.low2))
     plan = hopper.plan_for(s, save) if x.is_cuda else None
     if plan is not None:

@@ -12,13 +12,11 @@ from multilinear.kernels.hopper_plans import (
     BACK,
     FIRST,
     FIRST_BACK,
-    FIRST_BOTH,
     FORWARD,
     LIFT,
     LIFT_BACK,
     NORM_BACK,
     REGISTERS,
-    Both,
     First,
     Plan,
     Return,
@@ -34,13 +32,6 @@ VERSIONS = ("3.6.",)
 def plan_first(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The plan for the first Mu-Layer, or None if the kernel does not take it."""
     return FIRST.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
-
-
-@lru_cache
-def plan_both(s: Sizes, height: int, width: int, keep_border: bool) -> Both | None:
-    """The same for all of it at once, without what training keeps: a grid is the tile of one group of warps."""
-    fits = (height, width) == (8, 8) and _shifts(s, 64, height, width, keep_border)
-    return FIRST_BOTH.get((s.channels, s.low1)) if fits else None
 
 
 @lru_cache
@@ -141,21 +132,6 @@ def lift(x: Tensor, u: Tensor, ready: Prepared, s: Sizes, plan: First, bias: int
         _tiles(ready.lifting, low, 64), u, ready.vectors, groups, rows, eps, C=s.channels, L1=s.low1, LOW=low,
         STRIDE=u.stride(0), BIAS=bias, GROUPS=plan.groups, TILES=plan.tiles, REGISTERS=plan.registers, num_warps=4,
         maxnreg=plan.registers,
-    )  # fmt: skip
-
-
-def first(x: Tensor, out: Tensor, ready: Prepared, s: Sizes, plan: Both, start: int, bias: int, eps: float) -> None:
-    """What `block_forward.lift` and `block_forward.mu1` after it do for grids of 8 x 8 tokens, not in training."""
-    from multilinear.kernels import hopper_first
-
-    rows = x.numel() // s.channels
-    groups = triton.cdiv(rows, 64 * plan.groups)
-    registers, limit = REGISTERS[plan.groups]
-    launch(
-        hopper_first.first, min(groups, _processors(x.device)),
-        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(ready.lifting, 64, 64),
-        _tiles(ready.B1, 64, 64), _tiles(ready.C1, 64, 64), ready.vectors, groups, eps, C=s.channels, L1=s.low1,
-        MU1=start, BIAS=bias, GROUPS=plan.groups, SLOTS=plan.slots, REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
 
 

@@ -75,17 +75,6 @@ FIRST_BACK = {
 }
 
 
-class Both(NamedTuple):
-    """The same for lift and Mu-Layer at once, on grids that are one tile each: groups of warps, and tiles that are kept
-    of what u is lifted with."""
-
-    groups: int
-    slots: int
-
-
-FIRST_BOTH = {(192, 24): Both(2, 4), (192, 48): Both(2, 4)}
-
-
 class Through(NamedTuple):
     """How a processor shares out the product and the norm that end the second Mu-Layer's way back: groups of warps,
     tiles of P, x and the gradient that are kept for each, and how often so many rows of the stack are."""
