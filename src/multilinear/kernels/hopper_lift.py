@@ -99,10 +99,30 @@ def lift(
         tma.async_copy_global_to_shared(low_desc, [C, 64 * k], full_w, weights_low.index(k))
     buffers = (tiles_x, tiles_u, weights, weights_low)
     bars = (full_w, full_x)
-    gl.static_assert(GROUPS == 2)
-    gl.warp_specialize([
-        (consume, (0, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE, BIAS,
-                   GROUPS, TILES)),
-        (consume, (1, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE, BIAS,
-                   GROUPS, TILES)),
-    ], [4], [REGISTERS])  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize([
+            (consume, (0, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
+                       BIAS, GROUPS, TILES)),
+            (consume, (1, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
+                       BIAS, GROUPS, TILES)),
+        ], [4], [REGISTERS])  # fmt: skip
+    elif GROUPS == 3:
+        gl.warp_specialize([
+            (consume, (0, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
+                       BIAS, GROUPS, TILES)),
+            (consume, (1, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
+                       BIAS, GROUPS, TILES)),
+            (consume, (2, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
+                       BIAS, GROUPS, TILES)),
+        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
+                       BIAS, GROUPS, TILES)),
+            (consume, (1, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
+                       BIAS, GROUPS, TILES)),
+            (consume, (2, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
+                       BIAS, GROUPS, TILES)),
+            (consume, (3, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
+                       BIAS, GROUPS, TILES)),
+        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

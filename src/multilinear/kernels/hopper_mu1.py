@@ -98,7 +98,7 @@ def consume(
     turn = 0
     group = gl.program_id(0)
     row = (group * GROUPS + which) * 64
-    if TILES > 0:
+    if TILES == 2:
         fetch(x_desc, row, full_x.index(which * KEPT), tiles_x, which * KEPT * P, C)
     fetch_shifted(u_ptr, row, rows, grid, tiles_a, which * KEPT * P, C, STRIDE, 64)
     low = load_low(u_ptr, row, rows, grid, C, L1, K1, STRIDE)
@@ -111,14 +111,15 @@ def consume(
         d = gl.convert_layout(low, operand())
         low = load_low(u_ptr, ahead, rows, grid, C, L1, K1, STRIDE)
         async_copy.wait_group(0)
-        if TILES > 0:
-            mbarrier.wait(full_x.index(mine), (turn // KEPT) & 1)
         gl.thread_barrier()
         if TILES == 2:
             other = which * 2 + (turn + 1) % 2
             tma.store_wait(0)
             fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, other * P, C, STRIDE, 64)
+        elif TILES == 1:  # x is not needed before the end
+            tma.store_wait(0)
+            fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
         mean, scale_a = row_norm(tiles_a, place, eps, C)  # the first branch's norm
         # the second's, whose mean is zero
         total = row_zeros()
@@ -156,7 +157,10 @@ def consume(
             fence_async_shared()
             gl.thread_barrier()
             fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
-            mbarrier.wait(full_x.index(mine), turn & 1)
+        elif TILES == 1:  # all have read u
+            gl.thread_barrier()
+            fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE, 64)
+        mbarrier.wait(full_x.index(mine), (turn // KEPT) & 1)
         for k in gl.static_range(P):
             tile = tiles_x.index(place + k)
             y = (ys[k] + across(bias_ptr, 64 * k, 64, C)) * keep[:, None]
@@ -164,16 +168,14 @@ def consume(
         fence_async_shared()
         for k in gl.static_range(P):
             tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tiles_x.index(place + k))
-        if TILES < 2:
+        if TILES == 0:
             tma.store_wait(0)
             gl.thread_barrier()
-            if TILES == 1:
-                fetch(x_desc, ahead, full_x.index(mine), tiles_x, place, C)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE, 64)
         turn += 1
         group += gl.num_programs(0)
     async_copy.wait_group(0)
-    if TILES > 0:
+    if TILES == 2:
         mbarrier.wait(full_x.index(which * KEPT + turn % KEPT), (turn // KEPT) & 1)
     tma.store_wait(0)
 

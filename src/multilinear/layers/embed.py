@@ -75,7 +75,7 @@ class PatchEmbed(nn.Module):
             raise MultilinearError(f"patches overlap by an even number of pixels, half on each side; got {overlap}")
         self.stride, self.overlap = patch, overlap
         self.proj = nn.Conv2d(in_chans, dim, patch + overlap, stride=patch, padding=overlap // 2)
-        init_weights(self, init)
+        init_weights(self, init, zero_biases=False)  # see PyramidPatchEmbed
 
     def forward(self, image: Tensor) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():
@@ -116,7 +116,9 @@ class PyramidPatchEmbed(nn.Module):
         self.reduce = nn.ModuleList(nn.Conv2d(dim, dim, ratio, stride=ratio) for ratio in ratios)
         self.mix = nn.ModuleList(nn.Conv2d(2 * dim, dim, 1) for _ in sizes[1:]) if fuse == "concat" else None
         self.stride = max(sizes[-1], 2 * sizes[0])
-        init_weights(self, init)
+        # An erased or padded region is zero. If its tokens were too, they would stay so through the blocks until the shift
+        # brings others, and the gradient of every norm of zeros is 1 / sqrt(eps): together more than a float holds.
+        init_weights(self, init, zero_biases=False)
 
     def forward(self, image: Tensor) -> Tensor:
         if not torch.compiler.is_dynamo_compiling():

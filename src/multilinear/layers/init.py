@@ -22,8 +22,8 @@ INITIALISERS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def init_weights(module: nn.Module, name: str = DEFAULT_INIT) -> None:
-    """Initialise every linear map and convolution inside `module`; biases become zero.
+def init_weights(module: nn.Module, name: str = DEFAULT_INIT, *, zero_biases: bool = True) -> None:
+    """Initialise every linear map and convolution inside `module`; biases become zero, or stay as torch drew them.
 
     A convolution counts as the matrix that acts on a flattened patch, which is what it is.
 
@@ -38,5 +38,5 @@ def init_weights(module: nn.Module, name: str = DEFAULT_INIT) -> None:
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):
             fill(part.weight.data.view(part.weight.shape[0], -1))
-            if part.bias is not None:
+            if part.bias is not None and zero_biases:
                 nn.init.zeros_(part.bias)
