@@ -9,6 +9,7 @@ import torch
 import multilinear as ml
 from multilinear.export import export_onnx
 from multilinear.models import names
+from multilinear.models.monet import MONet
 
 NAMES = names()
 MULTI_STAGE = [name for name in NAMES if "_ms_" in name]
@@ -163,6 +164,22 @@ def test_unknown_names_and_arguments():
     with pytest.raises(ValueError, match="does not take these arguments.*hats"):
         ml.create("monet_micro", hats=3)
     with pytest.raises(ValueError, match="one entry per stage"):
-        ml.MONet(widths=(8, 8), depths=(1,), patches=(2,))
+        MONet(widths=(8, 8), depths=(1,), patches=(2,))
     with pytest.raises(ValueError, match="image size 225x225 is not divisible by the patching's 14; .* 224 or 238"):
         ml.create("monet_t", depths=(1,))(torch.zeros(1, 3, 225, 225))
+
+
+@pytest.mark.parametrize("hole", [slice(8, 56), slice(0, 64)])
+def test_erased_and_padded_regions_have_gradients_of_the_usual_size(hole):
+    torch.manual_seed(0)
+    net = MONet(widths=(32, 32), depths=(8, 4), patches=(2,), num_classes=4)
+
+    def gradients(images):
+        net.zero_grad()
+        net(images).logsumexp(1).sum().backward()
+        return torch.cat([weight.grad.flatten() for weight in net.parameters()]).norm().item()
+
+    images = torch.randn(2, 3, 64, 64)
+    usual = gradients(images)
+    images[:, :, hole, hole] = 0
+    assert gradients(images) < 100 * usual

@@ -116,8 +116,8 @@ class PyramidPatchEmbed(nn.Module):
         self.reduce = nn.ModuleList(nn.Conv2d(dim, dim, ratio, stride=ratio) for ratio in ratios)
         self.mix = nn.ModuleList(nn.Conv2d(2 * dim, dim, 1) for _ in sizes[1:]) if fuse == "concat" else None
         self.stride = max(sizes[-1], 2 * sizes[0])
-        # An erased or padded region is zero. If its tokens were too, they would stay so through the blocks until the shift
-        # brings others, and the gradient of every norm of zeros is 1 / sqrt(eps): together more than a float holds.
+        # An erased or padded region is zero. If its tokens were too, they would stay so, block after block, until the
+        # shift brings others, and the gradient of a norm of zeros is 1 / sqrt(eps): together more than a float holds.
         init_weights(self, init, zero_biases=False)
 
     def forward(self, image: Tensor) -> Tensor:
