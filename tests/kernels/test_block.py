@@ -309,6 +309,27 @@ def test_cuda_agrees_with_float64(dim, shrinkage, side, calls):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dim", "shrinkage", "side"), [(64, 8, 56), (128, 8, 56), (192, 8, 28), (192, 4, 8), (256, 8, 14)]
+)
+def test_cuda_programs_take_several_tiles_and_always_do_the_same(dim, shrinkage, side):
+    block = perturbed(PolyBlock(dim, shrinkage=shrinkage)).cuda().bfloat16()
+    images = 100_000 // side**2  # a processor has four groups of warps or fewer, each with 64 tokens at a time
+    x, grad = torch.randn(2, images, side, side, dim, device="cuda").bfloat16()
+    expected = exact(block, x, grad)
+    first = run(block, x, grad)
+    assert error(first[0], expected[0]) < 1e-2
+    close_gradients(block, first[1], expected[1], 2e-2)
+    for _ in range(20):
+        # whatever is read before it is written is now seen
+        junk = [torch.full((size,), torch.nan, device="cuda") for size in (1 << 16,) * 100 + (1 << 26,) * 20]
+        del junk
+        out, found = run(block, x, grad)
+        assert torch.equal(out, first[0])
+        assert [name for name, value in found.items() if not torch.equal(value, first[1][name])] == []
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("border", ["keep", "zero"])
 def test_cuda_under_autocast(dtype, border, calls):
