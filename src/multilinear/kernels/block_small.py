@@ -27,9 +27,6 @@ from multilinear.kernels.block_parts import (
     unit_rows,
 )
 
-# Kernels start ahead of the end of the one before, as far as they do not need its results.
-OVERLAP = True
-
 
 class Share(NamedTuple):
     """Tokens of a program, its warps, and the columns of u or the hidden channels that it takes."""
