@@ -26,6 +26,7 @@ from multilinear.kernels.hopper_parts import (
     row_zeros,
     rows_layout,
     slot_of,
+    start_ring,
     store_columns,
     sum_rows,
     times,
@@ -191,6 +192,7 @@ def mu2_back(
     """The gradient of x; h, P and Q as `block_backward.mu2_back` and the product after it leave them; and sums."""
     P: gl.constexpr = C // 64
     REST: gl.constexpr = TAIL if TAIL > 0 else 16
+    RESIDENT: gl.constexpr = resident(C, R2, J, P2 + (1 if TAIL > 0 else 0), WHOLE, SLOTS, SLOTS_C)
     kind: gl.constexpr = x_desc.dtype
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tiles_g = gl.allocate_shared_memory(kind, [GROUPS * P, 64, 64], grad_desc.layout)
@@ -212,12 +214,8 @@ def mu2_back(
     full_c = gl.allocate_shared_memory(gl.int64, [SLOTS_C, 1], mbarrier.MBarrierLayout())
     empty_c = gl.allocate_shared_memory(gl.int64, [SLOTS_C, 1], mbarrier.MBarrierLayout())
     full_x = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    for i in gl.static_range(SLOTS_C):
-        mbarrier.init(full_c.index(i), count=1)
-        mbarrier.init(empty_c.index(i), count=GROUPS)
+    start_ring(full, empty, SLOTS, GROUPS, RESIDENT)
+    start_ring(full_c, empty_c, SLOTS_C, GROUPS, RESIDENT)
     for i in gl.static_range(GROUPS):
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()

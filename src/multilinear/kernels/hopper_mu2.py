@@ -23,6 +23,7 @@ from multilinear.kernels.hopper_parts import (
     row_zeros,
     rows_layout,
     slot_of,
+    start_ring,
     store_columns,
     sum_rows,
     times,
@@ -276,6 +277,7 @@ def mu2(
     """x plus the second Mu-Layer of norm(x); in training also what its branches read, n and d next to their extras."""
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
+    RESIDENT: gl.constexpr = resident(C, R2, J, PIECES, True, SLOTS, SLOTS_C)
     TILES_X: gl.constexpr = GROUPS * (2 if SPARE else 1)
     kind: gl.constexpr = x_desc.dtype
     tiles_x = gl.allocate_shared_memory(kind, [TILES_X * P, 64, 64], x_desc.layout)
@@ -290,12 +292,8 @@ def mu2(
     full_c = gl.allocate_shared_memory(gl.int64, [SLOTS_C, 1], mbarrier.MBarrierLayout())
     empty_c = gl.allocate_shared_memory(gl.int64, [SLOTS_C, 1], mbarrier.MBarrierLayout())
     full_x = gl.allocate_shared_memory(gl.int64, [TILES_X, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    for i in gl.static_range(SLOTS_C):
-        mbarrier.init(full_c.index(i), count=1)
-        mbarrier.init(empty_c.index(i), count=GROUPS)
+    start_ring(full, empty, SLOTS, GROUPS, RESIDENT)
+    start_ring(full_c, empty_c, SLOTS_C, GROUPS, RESIDENT)
     for i in gl.static_range(TILES_X):
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()

@@ -90,6 +90,16 @@ def slot_of(count, SLOTS: gl.constexpr, RESIDENT: gl.constexpr):
 
 
 @gluon.jit
+def start_ring(full, empty, SLOTS: gl.constexpr, GROUPS: gl.constexpr, RESIDENT: gl.constexpr):
+    """Set up a ring's barriers, but none that is not used: memory of such a one goes to something else, and the
+    processor, which has a cache of its own for barriers, would write it back there at any time."""
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        if not RESIDENT:
+            mbarrier.init(empty.index(i), count=GROUPS)
+
+
+@gluon.jit
 def release(bars, slot, RESIDENT: gl.constexpr):
     """All four warps are done with a slot."""
     if not RESIDENT:
