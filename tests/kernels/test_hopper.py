@@ -19,7 +19,7 @@ def tried_version(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     plans = (
         hopper.plan_for, hopper.plan_back, hopper.plan_norm_back, hopper.plan_first, hopper.plan_first_back,
-        hopper.plan_lift,
+        hopper.plan_lift, hopper.plan_lift_back,
     )  # fmt: skip
     for plan in plans:
         plan.cache_clear()
@@ -65,6 +65,17 @@ def test_the_way_back_keeps_weights_and_tiles_in_shared_memory(channels, low):
     assert plan.programs * plan.groups * 128 * plan.registers <= 2**16
 
 
+@pytest.mark.parametrize(("channels", "low"), hopper.LIFT_BACK)
+def test_the_way_back_from_the_shift_fits_a_processor(channels, low):
+    plan = hopper.plan_lift_back(block(channels, channels // low), 784, 28, 28, keep_border=True)
+    # sums take two spare tiles; du takes the gradient's if they are too few, and so there is no other set of tiles
+    assert plan.spare >= 2 and (plan.spare > channels // 64 or plan.tiles == 1)
+    weights, columns = (channels + 16 * -(-low // 16)) * channels, (2 + plan.groups) * 64 * 16
+    tiles = plan.groups * 64 * (2 * plan.tiles * channels + 64 * plan.spare)
+    assert 2 * (weights + columns + tiles) + 512 < 227 * 1024
+    assert plan.groups * 128 * plan.registers <= 2**16
+
+
 @pytest.mark.parametrize(("channels", "low"), hopper.NORM_BACK)
 def test_one_plan_leads_back_to_the_input(channels, low):
     assert not hopper.plan_back(block(channels, 3 * channels // low)).whole
@@ -89,7 +100,7 @@ def test_others_have_none(sizes):
     assert hopper.plan_norm_back(sizes) is None
 
 
-@pytest.mark.parametrize("plan", [hopper.plan_first, hopper.plan_first_back])
+@pytest.mark.parametrize("plan", [hopper.plan_first, hopper.plan_first_back, hopper.plan_lift_back])
 def test_the_first_layer_needs_a_border_that_stays_and_a_grid_that_divides_exactly(plan):
     sizes = block(64, 8)
     assert plan(sizes, 784, 28, 28, keep_border=True) is not None
@@ -108,3 +119,4 @@ def test_other_versions_of_triton_take_the_other_kernels(monkeypatch, version):
     assert hopper.plan_norm_back(block(128, 8)) is None
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is None
     assert hopper.plan_first_back(sizes, 784, 28, 28, keep_border=True) is None
+    assert hopper.plan_lift_back(sizes, 784, 28, 28, keep_border=True) is None

@@ -150,17 +150,22 @@ def _first_layer(
             KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), STAGES=tile.stages,
             J=chunk_of_many(s, tile.chunk),
         )  # fmt: skip
-    tile = tiles(s)["lift_back"]
-    programs = triton.cdiv(rows, tile.tokens)
-    kernel = block_backward.lift_back
-    out, du, n = torch.empty_like(x), torch.empty_like(u), x.new_empty(rows, channels + 8)
-    norm_sums = x.new_empty(programs, 3, channels, dtype=torch.float32)
-    launch(
-        kernel, programs,
-        E, x, grad, keep, ready.lifting, ready.vectors, du, out, n, norm_sums, rows, height, width, eps,
-        **constants(s, kernel.arg_names), LOW=max(16, triton.next_power_of_2(fixed["US"] - rank)), KEEP=keep_border,
-        DROP=keep is not None, **steps(tile, channels), J=chunk_of_many(s, tile.chunk), STAGES=tile.stages,
-    )  # fmt: skip
+    last = hopper.plan_lift_back(s, rows, height, width, keep_border) if x.is_cuda else None
+    if last is not None:
+        out, du, n, norm_sums = hopper.lift_back(E, x, grad, keep, ready, s, last, eps)
+    else:
+        tile = tiles(s)["lift_back"]
+        programs = triton.cdiv(rows, tile.tokens)
+        kernel = block_backward.lift_back
+        out, du, n = torch.empty_like(x), torch.empty_like(u), x.new_empty(rows, channels + 8)
+        norm_sums = x.new_empty(programs, 3, channels, dtype=torch.float32)
+        launch(
+            kernel, programs,
+            E, x, grad, keep, ready.lifting, ready.vectors, du, out, n, norm_sums, rows, height, width, eps,
+            **constants(s, kernel.arg_names), LOW=max(16, triton.next_power_of_2(fixed["US"] - rank)),
+            KEEP=keep_border, DROP=keep is not None, **steps(tile, channels), J=chunk_of_many(s, tile.chunk),
+            STAGES=tile.stages,
+        )  # fmt: skip
     _product(grad.view(rows, channels), h, found["mu1.C.weight"])
     return out, (_product(du, n), _product(db, d)), (norm_sums, sums)
 

@@ -14,10 +14,12 @@ from multilinear.kernels.hopper_plans import (
     FIRST_BACK,
     FORWARD,
     LIFT,
+    LIFT_BACK,
     NORM_BACK,
     REGISTERS,
     First,
     Plan,
+    Return,
     Through,
 )
 from multilinear.kernels.launch import launch
@@ -36,6 +38,12 @@ def plan_first(s: Sizes, rows: int, height: int, width: int, keep_border: bool) 
 def plan_first_back(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The same for the way back down to u."""
     return FIRST_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
+
+
+@lru_cache
+def plan_lift_back(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> Return | None:
+    """The same for the rest of the way back, through shift, lift and norm."""
+    return LIFT_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
 
 
 def _shifts(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> bool:
@@ -247,3 +255,27 @@ def norm_back(
         num_warps=4, maxnreg=limit,
     )  # fmt: skip
     return out, sums
+
+
+def lift_back(
+    E: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes, plan: Return, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `block_backward.lift_back` does: the gradients of x and of u, the norm's output next to a column of ones,
+    and parts of the sums for the gradients of the norm's weight and bias and of the layer's last bias."""
+    from multilinear.kernels import hopper_lift_back
+
+    height, width = x.shape[-3:-1]
+    rows = len(E)
+    programs = min(triton.cdiv(rows, 64 * plan.groups), _processors(x.device))
+    out, du, n = torch.empty_like(x), torch.empty_like(E), x.new_empty(rows, s.channels + 8)
+    sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
+    launch(
+        hopper_lift_back.lift_back, programs,
+        _tiles(x.view(rows, -1), 64, 64), _tiles(grad.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64),
+        _tiles(du, 64, 64), _tiles(du, 64, 16), _tiles(n, 64, 64), _tiles(ready.lifting, 64, 64),
+        _tiles(ready.lifting, 16, 64), E.view(torch.int32), keep, ready.vectors, n, sums, rows, height, width,
+        reciprocal(height), reciprocal(width), eps, C=s.channels, L1=s.low1, STRIDE=E.stride(0), GROUPS=plan.groups,
+        TILES=plan.tiles, STAGES=plan.spare, DROP=keep is not None, REGISTERS=plan.registers, num_warps=4,
+        maxnreg=plan.registers,
+    )  # fmt: skip
+    return out, du, n, sums

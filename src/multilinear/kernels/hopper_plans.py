@@ -87,3 +87,25 @@ class Through(NamedTuple):
 
 # By channels and low rank again, where it is faster than a product and a norm of their own.
 NORM_BACK = {(128, 48): Through(2, 9, 4), (192, 72): Through(2, 9, 6, 32)}
+
+
+class Return(NamedTuple):
+    """The same for the way back through shift and lift: groups of warps, tiles of x and of the gradient that each
+    keeps, and spare tiles; if these are too few for all of du, its rest goes where the gradient will come."""
+
+    groups: int
+    tiles: int
+    spare: int
+
+    @property
+    def registers(self) -> int:
+        return {2: 240, 3: 168, 4: 128}[self.groups]
+
+
+# By channels and the first low rank.
+LIFT_BACK = {
+    (64, 8): Return(3, 2, 2),
+    (128, 16): Return(2, 2, 3),
+    (192, 24): Return(2, 1, 2),
+    (192, 48): Return(2, 1, 2),
+}

@@ -1,0 +1,128 @@
+"""The way back through the shift on Hopper: the gradient of u from that of the shifted u, for `hopper_lift_back`.
+
+Two numbers lie in a register. Tiles have 64 columns, and the low rank lies in tiles of 16 that share the place of one.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+
+@gluon.constexpr_function
+def vector(low):
+    """How many pairs of channels of the low rank are loaded at once: so many lie in a quarter, and move together."""
+    return 1 if low % 16 else 2
+
+
+@gluon.constexpr_function
+def shared_out(pairs, together):
+    """How the pairs of a token are shared out, so many to a thread."""
+    return gl.BlockedLayout([1, together], [32 * together // pairs, pairs // together], [4, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def as_pairs(width):
+    """A tile of that width as one of pairs."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=32, rank=2)
+
+
+@gluon.jit
+def nothing(row):
+    """0, which the compiler cannot know: else it keeps all places from one tile to the next, too many for the
+    registers."""
+    return row >> 31
+
+
+@gluon.jit
+def load_back(
+    E_ptr, row, rows, grid, first, R: gl.constexpr, WIDTH: gl.constexpr, STRIDE: gl.constexpr, V: gl.constexpr
+):  # fmt: skip
+    """Pairs `first` on, of R that are shifted, of the gradient of 64 tokens' u: from where each of them had gone to,
+    and from the token itself, where at the border it also stayed."""
+    layout: gl.constexpr = shared_out(WIDTH, V)
+    height, width, magic_height, magic_width = grid
+    token = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
+    line = gl.umulhi(token, magic_width)  # a product by 2^32 / width instead of a division
+    x = (token - line * width)[:, None]
+    y = (line - gl.umulhi(line, magic_height) * height)[:, None]
+    token = token[:, None]
+    j = (first + nothing(row) + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout)))[None, :]
+    quarter = (j * 4) // R
+    # the quarters had moved down, up, right and left
+    upright = quarter < 2
+    ahead = quarter % 2 == 0
+    last = gl.where(upright, height, width) - 1
+    step = gl.where(upright, width, 1)
+    step = gl.where(ahead, step, -step)
+    way = gl.where(upright, y, x)
+    way = gl.where(ahead, way, last - way)  # from the border where it stayed to the one from where none comes
+    inside = (token < rows) & (j < R)
+    here = E_ptr + token * STRIDE + j
+    there = gl.max_contiguous(gl.multiple_of(here + step * STRIDE, [1, 4 * V]), [1, V])
+    here = gl.max_contiguous(gl.multiple_of(here, [1, 4 * V]), [1, V])
+    came = gl.load(there, mask=gl.max_constancy(inside & (way < last), [1, V]), other=0)
+    stayed = gl.load(here, mask=gl.max_constancy(inside & (way == 0), [1, V]), other=0)
+    return came, stayed
+
+
+@gluon.jit
+def load_low(E_ptr, row, rows, grid, C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr):
+    """The same for the low rank, 16 columns at a time; past its last column zeros."""
+    loaded = ()
+    for j in gl.static_range((L1 + 15) // 16):
+        loaded = loaded + (load_back(E_ptr + C // 2, row, rows, grid, 8 * j, L1 // 2, 8, STRIDE // 2, vector(L1)),)
+    return loaded
+
+
+@gluon.jit
+def add_pairs(x, y, kind: gl.constexpr):
+    if kind == gl.bfloat16:
+        return gl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
+    else:
+        return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
+
+
+@gluon.jit
+def added(loaded, FROM: gl.constexpr, TO: gl.constexpr, kind: gl.constexpr):
+    """Pieces of du from what was loaded for them."""
+    du = ()
+    for i in gl.static_range(FROM, TO):
+        du = du + (add_pairs(loaded[i][0], loaded[i][1], kind),)
+    return du
+
+
+@gluon.jit
+def load_all(E_ptr, row, rows, grid, C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr):
+    """Pieces of 64 columns and the low rank."""
+    loaded = ()
+    for k in gl.static_range(C // 64):
+        loaded = loaded + (load_back(E_ptr, row, rows, grid, 32 * k, C // 2, 32, STRIDE // 2, 4),)
+    return loaded + load_low(E_ptr, row, rows, grid, C, L1, STRIDE)
+
+
+@gluon.jit
+def stage(spare, tiles_g, free, place, i: gl.constexpr, STAGES: gl.constexpr):
+    """Where piece i of du is: in one of the spare tiles, from `free` on, or, if these are too few, where the gradient
+    will come."""
+    if i < STAGES:
+        return spare.index(free + i)
+    else:
+        return tiles_g.index(place + i - STAGES)
+
+
+@gluon.jit
+def put_down(
+    buffers, free, place, du, FROM: gl.constexpr, TO: gl.constexpr,
+    C: gl.constexpr, LOWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Pieces of du, the last of which is the low rank, to where they are multiplied."""
+    P: gl.constexpr = C // 64
+    for i in gl.static_range(FROM, TO):
+        tile = stage(buffers[2], buffers[1], free, place, i, STAGES)
+        if i < P:
+            tile._reinterpret(gl.int32, [64, 32], as_pairs(64)).store(du[i])
+        else:
+            parts = tile._reinterpret(gl.int32, [4, 64, 8], as_pairs(16))
+            for j in gl.static_range(LOWS):
+                parts.index(j).store(du[P + j])
+    fence_async_shared()
