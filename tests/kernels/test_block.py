@@ -308,7 +308,18 @@ def test_cuda_agrees_with_float64(dim, shrinkage, side, calls):
     close_gradients(block, found[1], expected[1], 2e-2)
 
 
+@pytest.fixture(scope="module")
+def company():
+    """Another process on the same GPU: now and then it stops ours at any place, and warps wait for each other long."""
+    work = "import torch; x = torch.eye(4096, device='cuda'); print('.', flush=True)\nwhile True: x = x @ x"
+    with subprocess.Popen([sys.executable, "-c", work], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline()
+        yield
+        process.kill()
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("company")
 @pytest.mark.parametrize(
     ("dim", "shrinkage", "side"), [(64, 8, 56), (128, 8, 56), (192, 8, 28), (192, 4, 8), (256, 8, 14)]
 )
