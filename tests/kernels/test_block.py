@@ -152,6 +152,30 @@ def sums_of_many_programs():
         assert error(found.sum(0), expected) < 1e-5
 
 
+def interpret_merged_branches():
+    """What `hopper_merged` reads, by the same steps in plain code."""
+    from multilinear.kernels.block import merge, prepare_now
+
+    block = perturbed(PolyBlock(128, shrinkage=4))
+    both, roots, linear = (part.double() for part in merge(weights_of(block), torch.float32))
+    assert error(both[:64], prepare_now(weights_of(block), torch.float32)[3][:64].double()) == 0
+    n = torch.randn(7, 128).double()
+    mu = copy.deepcopy(block).double().mu2
+    branches = [mu.A(n), mu.B(mu.D(n))]
+    squares = (n @ roots.T + linear[:-2]).square().view(7, 2, 2, 64).sum((1, 3)) + linear[-2:]
+    variances = torch.stack([branch.var(-1, correction=0) for branch in branches], -1)
+    assert error(squares / 384, variances) < 1e-6
+    assert roots.view(2, 2, 64, 128)[1, :, :, :64].abs().max() == 0  # blocks that are not read
+    inverse = (variances + 1e-6).sqrt()
+    one, none = torch.ones(7), torch.zeros(7)
+    columns = [column for r in inverse.T for column in (one, one, r, none, r)]  # r as stored is r in this precision
+    rows = torch.cat([n, torch.stack([*columns, *[none] * 6], 1)], 1) @ both.T
+    first, second = rows.view(7, 6, 2, 64).unbind(2)
+    p, q = mu.norm_a(branches[0]), mu.norm_b(branches[1])
+    expected = p + mu.alpha * p * q
+    assert error((first * second).flatten(1) / inverse.prod(-1, keepdim=True), expected) < 1e-5
+
+
 def interpret_operators():
     from torch.library import opcheck
 

@@ -162,21 +162,27 @@ def block_serves(rows: int, channels: int, ranks: tuple[int, int], lows: tuple[i
     return sizes.served() and rows * widest < 2**31  # places in memory are numbers of 32 bits
 
 
-def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """What the fused block reads, from the parameters `BLOCK_PARAMETERS`.
+def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype, inference: bool = False) -> list[Tensor]:
+    """What the fused block reads, from the parameters `BLOCK_PARAMETERS`; for inference more than that, if it helps.
 
     >>> callable(prepare_block)
     True
     """
-    from multilinear.kernels.block import prepare, prepare_now
+    from multilinear.kernels.block import merge, prepare, prepare_now
+    from multilinear.kernels.block_sizes import sizes_of
+    from multilinear.kernels.hopper import plan_merged
 
     with torch.no_grad():
         weights = [weight.detach() for weight in weights]
         if torch.compiler.is_compiling():
             prepared: list[Tensor] = prepare(weights, dtype)
             return prepared
-        with torch.cuda.device_of(weights[0]):
-            return prepare_now(weights, dtype)
+        with torch.cuda.device_of(weights[0]), torch.autocast("cuda", enabled=False):
+            ready = prepare_now(weights, dtype)
+            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if inference and not capturing and plan_merged(sizes_of(weights)) is not None:
+                ready += merge(weights, dtype)
+            return ready
 
 
 def prepare_beside(weights: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], torch.cuda.Event]:

@@ -7,8 +7,19 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import block_forward, block_small, block_weights, hopper
-from multilinear.kernels.block_sizes import Prepared, Sizes, align, aligned, chunk, constants, offsets, sizes_of, tiles
+from multilinear.kernels import BLOCK_PARAMETERS, block_forward, block_small, block_weights, hopper
+from multilinear.kernels.block_sizes import (
+    Merged,
+    Prepared,
+    Sizes,
+    align,
+    aligned,
+    chunk,
+    constants,
+    offsets,
+    sizes_of,
+    tiles,
+)
 from multilinear.kernels.launch import launch
 
 
@@ -46,6 +57,26 @@ def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         ROWS=128, TILE=tile, num_warps=4,
     )  # fmt: skip
     return list(ready)
+
+
+def merge(weights: Sequence[Tensor], dtype: torch.dtype) -> Merged:
+    """The fields of `Merged`."""
+    named = dict(zip(BLOCK_PARAMETERS, weights, strict=True))
+    B, D, b, d = (named[f"mu2.{name}"].double() for name in ("B.weight", "D.weight", "B.bias", "D.bias"))
+    wide = D.shape[1]
+    named |= {"mu2.B.weight": (B @ D).float(), "mu2.B.bias": (B @ d + b).float()}
+    named |= {"mu2.D.weight": torch.eye(wide).to(B).float(), "mu2.D.bias": B.new_zeros(wide).float()}
+    ready = Prepared(*prepare_now(list(named.values()), dtype))
+    first, second = (matrix.view(-1, 64, wide + 16) for matrix in (ready.A2, ready.B2))
+    second = torch.cat([second[..., :wide], second.new_zeros(len(second), 64, 5), second[..., wide:-5]], -1)
+    factors = [torch.linalg.qr(matrix.double(), mode="r").R for matrix in (ready.first, ready.second)]
+    roots = torch.stack([R[:wide].view(-1, 64, wide + 1) for R in factors], 1).view(2 * wide, wide + 1)
+    rest = torch.stack([R[wide, wide].square() for R in factors])
+    return Merged(
+        torch.stack([first, second], 1).view(-1, wide + 16),
+        roots[:, :wide].to(dtype).contiguous(),
+        torch.cat([roots[:, wide], rest]).float(),
+    )
 
 
 prepare = torch.library.custom_op("multilinear::poly_block_prepare", prepare_now, mutates_args=())
@@ -136,7 +167,8 @@ def poly_block_now(
 ) -> tuple[Tensor, list[Tensor]]:
     """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, the first one's
     statistics, what the second's branches read, and its statistics."""
-    s, ready = sizes_of(weights), Prepared(*prepared)
+    fields = len(Prepared._fields)
+    s, ready = sizes_of(weights), Prepared(*prepared[:fields])
     x = aligned(x)
     height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
@@ -149,7 +181,10 @@ def poly_block_now(
     _first_layer(x, u, mid, stats1, keep1, ready, s, keep_border, eps, save)
     n, d = (x.new_empty((rows, wide + 16) if save else 0) for wide in (s.channels, s.low2))
     plan = hopper.plan_for(s, save) if x.is_cuda else None
-    if plan is not None:
+    merged = hopper.plan_merged(s) if prepared[fields:] and not save and keep2 is None else None
+    if merged is not None:
+        hopper.mu2_merged(mid, out, ready, Merged(*prepared[fields:]), merged, eps)
+    elif plan is not None:
         hopper.mu2(mid, out, keep2, n, d, stats2, ready, s, plan, offsets(s).forms, eps, save)
     else:
         tile = tiles(s)["mu2"]

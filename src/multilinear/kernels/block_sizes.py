@@ -93,6 +93,19 @@ class Prepared(NamedTuple):
         return self.low_stack[len(self.B2) : len(self.B2) + self.low_stack.shape[1]]
 
 
+class Merged(NamedTuple):
+    """What comes after that for inference with `B D` of the second Mu-Layer as one matrix.
+
+    `both` holds chunks of 64 rows of A2 and of that matrix in turns, the second one's extras behind the first one's;
+    `roots` the triangular factors of both with their biases, in the same turns, without their last columns: products
+    with these have the same squares as the branches; `linear` those columns, and at the end what is left of both.
+    """
+
+    both: Tensor
+    roots: Tensor
+    linear: Tensor
+
+
 def sizes_of(weights: Sequence[Tensor]) -> Sizes:
     named = dict(zip(BLOCK_PARAMETERS, weights, strict=True))
     return Sizes(

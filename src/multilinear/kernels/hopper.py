@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels.block_sizes import Prepared, Sizes
+from multilinear.kernels.block_sizes import Merged, Prepared, Sizes
 from multilinear.kernels.hopper_plans import (
     BACK,
     FIRST,
@@ -15,12 +15,14 @@ from multilinear.kernels.hopper_plans import (
     FORWARD,
     LIFT,
     LIFT_BACK,
+    MERGED,
     NORM_BACK,
     REGISTERS,
     First,
     Plan,
     Return,
     Through,
+    Whole,
 )
 from multilinear.kernels.launch import launch
 
@@ -64,6 +66,12 @@ def plan_for(s: Sizes, save: bool) -> Plan | None:
     """The plan for a block of these sizes, or None if the kernels do not take it; `save` for training."""
     plan = FORWARD.get((s.channels, s.low2)) if _known(s) else None
     return plan._replace(staged=True) if plan is not None and save else plan
+
+
+@lru_cache
+def plan_merged(s: Sizes) -> Whole | None:
+    """The same for inference with the matrices of the second branch as one."""
+    return MERGED.get((s.channels, s.low2)) if _known(s) else None
 
 
 @lru_cache
@@ -199,6 +207,23 @@ def mu2(
         C=s.channels, R2=s.rank2, L2=s.low2, P2=whole, TAIL=tail, J=j, GROUPS=plan.groups, SLOTS=plan.slots,
         SLOTS_C=plan.slots_c, STAGED=plan.staged, STAGED_LOW=plan.staged_low, SPARE=plan.spare,
         FORMS=forms, TRAIN=save, DROP=keep is not None, REGISTERS=registers, num_warps=4, maxnreg=limit,
+    )  # fmt: skip
+
+
+def mu2_merged(x: Tensor, out: Tensor, ready: Prepared, merged: Merged, plan: Whole, eps: float) -> None:
+    """What `mu2` does for inference."""
+    from multilinear.kernels import hopper_merged
+
+    channels, rank = ready.C2.shape
+    rows = x.numel() // channels
+    groups = triton.cdiv(rows, 64 * 2)
+    registers, limit = REGISTERS[2]
+    launch(
+        hopper_merged.mu2_merged, min(groups, _processors(x.device)),
+        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(merged.both, 128, 64),
+        _tiles(merged.both, 128, 16), _tiles(ready.C2, 64, 64), _tiles(merged.roots, 128, 64), ready.vectors,
+        merged.linear, groups, eps, C=channels, R2=rank, GROUPS=2, SLOTS=plan.slots, SLOTS_C=plan.slots_c,
+        SPARE=plan.spare, REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
 
 

@@ -42,6 +42,19 @@ BACK = {
 }
 
 
+class Whole(NamedTuple):
+    """The same for inference with the second branch's two matrices as one: chunks of both branches, and of C, that are
+    kept, and whether there are two tiles for x."""
+
+    slots: int
+    slots_c: int
+    spare: bool = False
+
+
+# By channels and low rank, where one matrix has no more entries than two.
+MERGED = {(192, 144): Whole(2, 2)}
+
+
 class First(NamedTuple):
     """How a processor shares out the first Mu-Layer: groups of warps, tiles that each keeps (with none, x comes where u
     was), registers of a thread, programs at a time, and hidden channels of a chunk."""

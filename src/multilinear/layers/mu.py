@@ -286,13 +286,13 @@ class PolyBlock(nn.Module):
         if self._ahead is not None and (ahead := self._take_ahead(dtype)) is not None:
             return ahead
         frozen = not any(weight.requires_grad or weight.is_inference() for weight in weights)
-        lasting = frozen and kernels.computing()
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not lasting:
+        inference = frozen and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not inference or not kernels.computing():
             self._prepared = None
-            return kernels.prepare_block(weights, dtype)
+            return kernels.prepare_block(weights, dtype, inference)
         key = dtype, *((weight.data_ptr(), weight._version) for weight in weights)
         if self._prepared is None or self._prepared[0] != key:
-            self._prepared = key, kernels.prepare_block(weights, dtype)
+            self._prepared = key, kernels.prepare_block(weights, dtype, inference)
         return self._prepared[1]
 
 
