@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+import triton
 from torch.nn import functional as F
 
 from multilinear import kernels
@@ -332,7 +333,7 @@ def test_cuda_agrees_with_float64(dim, shrinkage, side, calls):
     close_gradients(block, found[1], expected[1], 2e-2)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def company():
     """Another process on the same GPU: now and then it stops ours at any place, and warps wait for each other long."""
     work = "import torch; x = torch.eye(4096, device='cuda'); print('.', flush=True)\nwhile True: x = x @ x"
@@ -454,6 +455,34 @@ def test_cuda_inference_keeps_prepared_weights(small):
         block.mu2.C.weight.mul_(2)
         assert not torch.equal(block(x), before)
     assert error(block(x), copy.deepcopy(block).double()(x.double())) < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("images", "side"), [(1, 1), (5, 7), (1600, 8)])
+def test_cuda_inference_with_merged_branches(images, side, dtype, monkeypatch):
+    from multilinear.kernels import hopper
+
+    made, kernel = [], hopper.mu2_merged
+    monkeypatch.setattr(hopper, "mu2_merged", lambda *inputs: [made.append(True), kernel(*inputs)])
+    block = perturbed(PolyBlock(192, shrinkage=4)).cuda().requires_grad_(False)
+    x = (3 * torch.randn(images, side, side, 192, device="cuda") + 0.5).to(dtype)
+    block = block.to(dtype)
+    with torch.no_grad():
+        first = block(x)
+        assert made or not triton.__version__.startswith(hopper.VERSIONS)
+        assert error(first, copy.deepcopy(block).double()(x.double())) < 1e-2
+        assert all(torch.equal(block(x), first) for _ in range(20))
+        weights = weights_of(block)
+        separate = kernels.poly_block(x, weights, kernels.prepare_block(weights, dtype), None, True, 1e-6)
+        assert error(separate, first.double()) < 1e-2
+        block.mu2.B.weight.mul_(-1)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # where nothing is merged, and nothing kept for later
+            captured = block(x)
+        graph.replay()
+        assert error(captured, copy.deepcopy(block).double()(x.double())) < 1e-2
+        assert error(block(x), captured.double()) < 1e-2 < error(first, captured.double())
 
 
 @pytest.mark.gpu

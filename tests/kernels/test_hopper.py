@@ -19,7 +19,7 @@ def tried_version(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     plans = (
         hopper.plan_for, hopper.plan_back, hopper.plan_norm_back, hopper.plan_first, hopper.plan_first_back,
-        hopper.plan_lift, hopper.plan_lift_back,
+        hopper.plan_lift, hopper.plan_lift_back, hopper.plan_merged,
     )  # fmt: skip
     for plan in plans:
         plan.cache_clear()
@@ -63,6 +63,16 @@ def test_the_way_back_keeps_weights_and_tiles_in_shared_memory(channels, low):
     # a group's sums also exchange half a chunk of float32, and a processor has 227 KiB for its programs
     assert plan.programs * (2 * (weights + tiles) + plan.groups * 128 * plan.chunk) < 227 * 1024
     assert plan.programs * plan.groups * 128 * plan.registers <= 2**16
+
+
+@pytest.mark.parametrize(("channels", "low"), hopper.MERGED)
+def test_branches_are_merged_where_that_costs_nothing_and_fits(channels, low):
+    sizes = block(channels, 3 * channels // low)
+    plan = hopper.plan_merged(sizes)
+    assert sizes.channels * sizes.rank2 <= sizes.low2 * (sizes.channels + sizes.rank2)
+    assert sizes.rank2 % 64 == 0
+    tokens, branches, last = 2 * 64 * (channels + 64), 128 * (channels + 16), 64 * channels
+    assert 2 * (tokens + plan.slots * branches + plan.slots_c * last) + 512 < 227 * 1024
 
 
 @pytest.mark.parametrize(("channels", "low"), hopper.LIFT_BACK)
@@ -120,3 +130,4 @@ def test_other_versions_of_triton_take_the_other_kernels(monkeypatch, version):
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is None
     assert hopper.plan_first_back(sizes, 784, 28, 28, keep_border=True) is None
     assert hopper.plan_lift_back(sizes, 784, 28, 28, keep_border=True) is None
+    assert hopper.plan_merged(block(192, 4)) is None

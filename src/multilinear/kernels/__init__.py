@@ -179,8 +179,8 @@ def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype, inference: bool
             return prepared
         with torch.cuda.device_of(weights[0]), torch.autocast("cuda", enabled=False):
             ready = prepare_now(weights, dtype)
-            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-            if inference and not capturing and plan_merged(sizes_of(weights)) is not None:
+            mergeable = inference and weights[0].is_cuda and plan_merged(sizes_of(weights)) is not None
+            if mergeable and not torch.cuda.is_current_stream_capturing():
                 ready += merge(weights, dtype)
             return ready
 

@@ -223,7 +223,7 @@ def mu2_merged(x: Tensor, out: Tensor, ready: Prepared, merged: Merged, plan: Wh
         _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(merged.both, 128, 64),
         _tiles(merged.both, 128, 16), _tiles(ready.C2, 64, 64), _tiles(merged.roots, 128, 64), ready.vectors,
         merged.linear, groups, eps, C=channels, R2=rank, GROUPS=2, SLOTS=plan.slots, SLOTS_C=plan.slots_c,
-        SPARE=plan.spare, REGISTERS=registers, num_warps=4, maxnreg=limit,
+        REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
 
 

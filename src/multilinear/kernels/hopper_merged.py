@@ -2,7 +2,8 @@
 merged into one, and so each chunk of both branches comes out of a single product, twice as wide, with the same rows.
 
 Variances are sums of squares: of a branch with rows `[A | a]` that of an output is the square of `R [n; 1]` for the
-triangular factor R, of which a third is zero by blocks. All else is as in `hopper_mu2`.
+triangular factor R, of which a third is zero by blocks. The output is added up on top of x, over what it is
+multiplied with in the end, so that nothing is read twice. All else is as in `hopper_mu2`.
 """
 
 from triton.experimental import gluon
@@ -15,10 +16,8 @@ from multilinear.kernels.hopper_parts import (
     across,
     extras,
     fetch,
-    normed,
     operand,
     release,
-    row_norm,
     row_zeros,
     slot_of,
     start_ring,
@@ -34,7 +33,7 @@ def produce(
 ):  # fmt: skip
     """Copy the factors, row by row of blocks up to the diagonal, then chunk by chunk both branches and C."""
     both_desc, extra_desc, c_desc, root_desc = descs[2], descs[3], descs[4], descs[5]
-    _, tiles_b, tiles_e, tiles_c = buffers
+    _, tiles_b, tiles_e, tiles_c, _ = buffers
     full, empty, full_c, empty_c, _ = bars
     P: gl.constexpr = C // 64
     item = 0
@@ -95,45 +94,51 @@ def both_branches(ns, extra, tiles_b, tiles_e, slot, P: gl.constexpr):
 
 
 @gluon.jit
+def load_normed(tiles, place, vectors_ptr, eps, C: gl.constexpr, kind: gl.constexpr):
+    """Put norm(x) where x is, which stays in registers."""
+    xs = ()
+    total = row_zeros()
+    for k in gl.static_range(C // 64):
+        xs = xs + (tiles.index(place + k).load(accumulator(64)),)
+        total += gl.sum(xs[k].to(gl.float32), 1)
+    mean = total / C
+    total = row_zeros()
+    for k in gl.static_range(C // 64):
+        x = xs[k].to(gl.float32) - mean[:, None]
+        total += gl.sum(x * x, 1)
+    scale = gl.rsqrt(total / C + eps)
+    for k in gl.static_range(C // 64):
+        x = (xs[k].to(gl.float32) - mean[:, None]) * scale[:, None]
+        x = x * across(vectors_ptr, 64 * k, 64, C) + across(vectors_ptr + C, 64 * k, 64, C)
+        tiles.index(place + k).store(x.to(kind))
+    fence_async_shared()
+    return xs
+
+
+@gluon.jit
 def consume(
     which: gl.constexpr, descs, buffers, bars, pointers, groups, eps,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
-    SPARE: gl.constexpr,
 ):  # fmt: skip
     x_desc, out_desc = descs[0], descs[1]
-    tiles_x, tiles_b, tiles_e, tiles_c = buffers
+    tiles_x, tiles_b, tiles_e, tiles_c, tiles_o = buffers
     full, empty, full_c, empty_c, full_x = bars
     vectors_ptr, linear_ptr = pointers
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
-    # with a second tile x stays until it is added to, and the next one comes where n was
-    TILES_X: gl.constexpr = 2 if SPARE else 1
     item = 0
     item_c = 0
     turn = 0
     group = gl.program_id(0)
-    if SPARE:
-        fetch(x_desc, (group * GROUPS + which) * 64, full_x.index(which * 2), tiles_x, which * 2 * P, C)
+    bar, tile_o = full_x.index(which), tiles_o.index(which)
+    fetch(x_desc, (group * GROUPS + which) * 64, bar, tiles_x, which * P, C)
     while group < groups:
         row = (group * GROUPS + which) * 64
-        mine = which * TILES_X + turn % TILES_X
-        other = which * TILES_X + (turn + 1) % TILES_X
-        place = mine * P
-        if SPARE:
-            mbarrier.wait(full_x.index(mine), (turn // 2) & 1)
-        else:
-            tma.store_wait(0)
-            fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
-            mbarrier.wait(full_x.index(mine), 0)
-        mean, scale = row_norm(tiles_x, place, eps, C)
-        if SPARE:
-            tma.store_wait(0)
-            gl.thread_barrier()
+        mbarrier.wait(bar, turn & 1)
+        xs = load_normed(tiles_x, which * P, vectors_ptr, eps, C, kind)
         ns = ()
         for k in gl.static_range(P):
-            tiles_x.index(other * P + k).store(normed(tiles_x, place, mean, scale, vectors_ptr, k, C, kind))
-            ns = ns + (tiles_x.index(other * P + k),)
-        fence_async_shared()
+            ns = ns + (tiles_x.index(which * P + k),)
         form_a = row_zeros() + gl.load(linear_ptr + 2 * C)
         form_b = row_zeros() + gl.load(linear_ptr + 2 * C + 1)
         for c in gl.static_range(P):
@@ -161,8 +166,8 @@ def consume(
         item += 1
         h = gl.convert_layout(product_of(chunk, kind), operand())
         ys = ()
-        for k in gl.static_range(P):
-            ys = ys + (zeros(64),)
+        for k in gl.static_range(P):  # the output is added to x, which is so out of the way
+            ys = ys + (xs[k].to(gl.float32) / both[:, None],)
         for _chunk in range(1, R2 // 64):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)
@@ -180,24 +185,20 @@ def consume(
             h = gl.convert_layout(product, operand())
         gl.thread_barrier()  # nothing reads n any more
         ahead = group + gl.num_programs(0)
-        if not SPARE:
-            fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
-        elif ahead < groups:
-            fetch(x_desc, (ahead * GROUPS + which) * 64, full_x.index(other), tiles_x, other * P, C)
+        if ahead < groups:
+            fetch(x_desc, (ahead * GROUPS + which) * 64, bar, tiles_x, which * P, C)
         slot_c, phase_c = slot_of(item_c, SLOTS_C, False)
         mbarrier.wait(full_c.index(slot_c), phase_c)
         ys = finished(add_output(ys, h, tiles_c, slot_c, P), h, P)
         release(empty_c, slot_c, False)
         item_c += 1
-        if not SPARE:
-            mbarrier.wait(full_x.index(mine), 1)
         for k in gl.static_range(P):
-            tile = tiles_x.index(place + k)
-            x = tile.load(accumulator(64)).to(gl.float32) + ys[k] * both[:, None]
-            tile.store((x + across(vectors_ptr + 3 * C, 64 * k, 64, C)).to(kind))
-        fence_async_shared()
-        for k in gl.static_range(P):
-            tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tiles_x.index(place + k))
+            tma.store_wait(0)
+            gl.thread_barrier()  # the piece before has left
+            tile_o.store((ys[k] * both[:, None] + across(vectors_ptr + 3 * C, 64 * k, 64, C)).to(kind))
+            fence_async_shared()
+            gl.thread_barrier()
+            tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tile_o)
         turn += 1
         group = ahead
     tma.store_wait(0)
@@ -207,33 +208,33 @@ def consume(
 def mu2_merged(
     x_desc, out_desc, both_desc, extra_desc, c_desc, root_desc, vectors_ptr, linear_ptr, groups, eps,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
-    SPARE: gl.constexpr, REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x plus the second Mu-Layer of norm(x)."""
     P: gl.constexpr = C // 64
-    TILES_X: gl.constexpr = GROUPS * (2 if SPARE else 1)
     gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = x_desc.dtype
-    tiles_x = gl.allocate_shared_memory(kind, [TILES_X * P, 64, 64], x_desc.layout)
+    tiles_x = gl.allocate_shared_memory(kind, [GROUPS * P, 64, 64], x_desc.layout)
     tiles_b = gl.allocate_shared_memory(kind, [SLOTS * P, 128, 64], both_desc.layout)
     tiles_e = gl.allocate_shared_memory(kind, [SLOTS, 128, 16], extra_desc.layout)
     tiles_c = gl.allocate_shared_memory(kind, [SLOTS_C * P, 64, 64], c_desc.layout)
+    tiles_o = gl.allocate_shared_memory(kind, [GROUPS, 64, 64], out_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     full_c = gl.allocate_shared_memory(gl.int64, [SLOTS_C, 1], mbarrier.MBarrierLayout())
     empty_c = gl.allocate_shared_memory(gl.int64, [SLOTS_C, 1], mbarrier.MBarrierLayout())
-    full_x = gl.allocate_shared_memory(gl.int64, [TILES_X, 1], mbarrier.MBarrierLayout())
+    full_x = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     start_ring(full, empty, SLOTS, GROUPS, False)
     start_ring(full_c, empty_c, SLOTS_C, GROUPS, False)
-    for i in gl.static_range(TILES_X):
+    for i in gl.static_range(GROUPS):
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()
     descs = (x_desc, out_desc, both_desc, extra_desc, c_desc, root_desc)
-    buffers = (tiles_x, tiles_b, tiles_e, tiles_c)
+    buffers = (tiles_x, tiles_b, tiles_e, tiles_c, tiles_o)
     bars = (full, empty, full_c, empty_c, full_x)
     pointers = (vectors_ptr, linear_ptr)
     gl.warp_specialize([
-        (consume, (0, descs, buffers, bars, pointers, groups, eps, C, R2, GROUPS, SLOTS, SLOTS_C, SPARE)),
-        (consume, (1, descs, buffers, bars, pointers, groups, eps, C, R2, GROUPS, SLOTS, SLOTS_C, SPARE)),
+        (consume, (0, descs, buffers, bars, pointers, groups, eps, C, R2, GROUPS, SLOTS, SLOTS_C)),
+        (consume, (1, descs, buffers, bars, pointers, groups, eps, C, R2, GROUPS, SLOTS, SLOTS_C)),
         (produce, (descs, buffers, bars, groups, C, R2, SLOTS, SLOTS_C)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -44,11 +44,10 @@ BACK = {
 
 class Whole(NamedTuple):
     """The same for inference with the second branch's two matrices as one: chunks of both branches, and of C, that are
-    kept, and whether there are two tiles for x."""
+    kept."""
 
     slots: int
     slots_c: int
-    spare: bool = False
 
 
 # By channels and low rank, where one matrix has no more entries than two.

@@ -291,9 +291,12 @@ class PolyBlock(nn.Module):
             self._prepared = None
             return kernels.prepare_block(weights, dtype, inference)
         key = dtype, *((weight.data_ptr(), weight._version) for weight in weights)
-        if self._prepared is None or self._prepared[0] != key:
-            self._prepared = key, kernels.prepare_block(weights, dtype, inference)
-        return self._prepared[1]
+        if self._prepared is not None and self._prepared[0] == key:
+            return self._prepared[1]
+        prepared = kernels.prepare_block(weights, dtype, inference)
+        if not (prepared[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # there only with each replay
+            self._prepared = key, prepared
+        return prepared
 
 
 def prepare_ahead(model: nn.Module, x: Tensor) -> None:
