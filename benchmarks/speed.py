@@ -4,9 +4,10 @@
     python benchmarks/speed.py cpu [--runtimes "eager f32" ...]
     python benchmarks/speed.py plot RECORD.json
 
-On the GPU: inference in bf16 at batch 256, latency at batch 1, training steps (bf16 autocast, f32 weights, fused AdamW,
-random images that are on the device already), seconds to the first training step of a fresh process with empty compile
-caches, and for each MONet the kernels that take the time. Each figure is the median over single passes, with quartiles.
+On the GPU: inference in bf16 at batch 256 (small images 1024 and 2112), latency at batch 1, training steps (bf16
+autocast, f32 weights, fused AdamW, random images that are on the device already), seconds to the first training step of
+a fresh process with empty compile caches, and for each MONet the kernels that take the time. Each figure is the median
+over single passes, with quartiles.
 Every network is measured in several runtimes; all are written, and the best of each network counts. Peers are compiled
 whole, MONets by `multilinear.optimize` and by their blocks; "graph" is a captured CUDA graph.
 

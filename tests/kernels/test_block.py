@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-import triton
 from torch.nn import functional as F
 
 from multilinear import kernels
@@ -151,30 +150,6 @@ def sums_of_many_programs():
         assert len(found) <= 32
         expected = torch.cat([part.double().sum(0).flatten() for part in (first, second, mu1)])
         assert error(found.sum(0), expected) < 1e-5
-
-
-def interpret_merged_branches():
-    """What `hopper_merged` reads, by the same steps in plain code."""
-    from multilinear.kernels.block import merge, prepare_now
-
-    block = perturbed(PolyBlock(128, shrinkage=4))
-    both, roots, linear = (part.double() for part in merge(weights_of(block), torch.float32))
-    assert error(both[:64], prepare_now(weights_of(block), torch.float32)[3][:64].double()) == 0
-    n = torch.randn(7, 128).double()
-    mu = copy.deepcopy(block).double().mu2
-    branches = [mu.A(n), mu.B(mu.D(n))]
-    squares = (n @ roots.T + linear[:-2]).square().view(7, 2, 2, 64).sum((1, 3)) + linear[-2:]
-    variances = torch.stack([branch.var(-1, correction=0) for branch in branches], -1)
-    assert error(squares / 384, variances) < 1e-6
-    assert roots.view(2, 2, 64, 128)[1, :, :, :64].abs().max() == 0  # blocks that are not read
-    inverse = (variances + 1e-6).sqrt()
-    one, none = torch.ones(7), torch.zeros(7)
-    columns = [column for r in inverse.T for column in (one, one, r, none, r)]  # r as stored is r in this precision
-    rows = torch.cat([n, torch.stack([*columns, *[none] * 6], 1)], 1) @ both.T
-    first, second = rows.view(7, 6, 2, 64).unbind(2)
-    p, q = mu.norm_a(branches[0]), mu.norm_b(branches[1])
-    expected = p + mu.alpha * p * q
-    assert error((first * second).flatten(1) / inverse.prod(-1, keepdim=True), expected) < 1e-5
 
 
 def interpret_operators():
@@ -335,7 +310,7 @@ def test_cuda_agrees_with_float64(dim, shrinkage, side, calls):
 
 @pytest.fixture
 def company():
-    """Another process on the same GPU: now and then it stops ours at any place, and warps wait for each other long."""
+    """Another process on the same GPU: now and then it stops ours at any place, and warps wait long for each other."""
     work = "import torch; x = torch.eye(4096, device='cuda'); print('.', flush=True)\nwhile True: x = x @ x"
     with subprocess.Popen([sys.executable, "-c", work], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline()
@@ -455,34 +430,6 @@ def test_cuda_inference_keeps_prepared_weights(small):
         block.mu2.C.weight.mul_(2)
         assert not torch.equal(block(x), before)
     assert error(block(x), copy.deepcopy(block).double()(x.double())) < 1e-2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("images", "side"), [(1, 1), (5, 7), (1600, 8)])
-def test_cuda_inference_with_merged_branches(images, side, dtype, monkeypatch):
-    from multilinear.kernels import hopper
-
-    made, kernel = [], hopper.mu2_merged
-    monkeypatch.setattr(hopper, "mu2_merged", lambda *inputs: [made.append(True), kernel(*inputs)])
-    block = perturbed(PolyBlock(192, shrinkage=4)).cuda().requires_grad_(False)
-    x = (3 * torch.randn(images, side, side, 192, device="cuda") + 0.5).to(dtype)
-    block = block.to(dtype)
-    with torch.no_grad():
-        first = block(x)
-        assert made or not triton.__version__.startswith(hopper.VERSIONS)
-        assert error(first, copy.deepcopy(block).double()(x.double())) < 1e-2
-        assert all(torch.equal(block(x), first) for _ in range(20))
-        weights = weights_of(block)
-        separate = kernels.poly_block(x, weights, kernels.prepare_block(weights, dtype), None, True, 1e-6)
-        assert error(separate, first.double()) < 1e-2
-        block.mu2.B.weight.mul_(-1)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):  # where nothing is merged, and nothing kept for later
-            captured = block(x)
-        graph.replay()
-        assert error(captured, copy.deepcopy(block).double()(x.double())) < 1e-2
-        assert error(block(x), captured.double()) < 1e-2 < error(first, captured.double())
 
 
 @pytest.mark.gpu

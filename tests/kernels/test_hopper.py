@@ -108,6 +108,7 @@ def test_others_have_none(sizes):
     assert hopper.plan_for(sizes, save=False) is None
     assert hopper.plan_back(sizes) is None
     assert hopper.plan_norm_back(sizes) is None
+    assert hopper.plan_merged(sizes) is None
 
 
 @pytest.mark.parametrize("plan", [hopper.plan_first, hopper.plan_first_back, hopper.plan_lift_back])

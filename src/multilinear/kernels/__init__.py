@@ -177,7 +177,7 @@ def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype, inference: bool
         if torch.compiler.is_compiling():
             prepared: list[Tensor] = prepare(weights, dtype)
             return prepared
-        with torch.cuda.device_of(weights[0]), torch.autocast("cuda", enabled=False):
+        with torch.cuda.device_of(weights[0]):
             ready = prepare_now(weights, dtype)
             mergeable = inference and weights[0].is_cuda and plan_merged(sizes_of(weights)) is not None
             if mergeable and not torch.cuda.is_current_stream_capturing():

@@ -65,7 +65,7 @@ def merge(weights: Sequence[Tensor], dtype: torch.dtype) -> Merged:
     B, D, b, d = (named[f"mu2.{name}"].double() for name in ("B.weight", "D.weight", "B.bias", "D.bias"))
     wide = D.shape[1]
     named |= {"mu2.B.weight": (B @ D).float(), "mu2.B.bias": (B @ d + b).float()}
-    named |= {"mu2.D.weight": torch.eye(wide).to(B).float(), "mu2.D.bias": B.new_zeros(wide).float()}
+    named |= {"mu2.D.weight": torch.eye(wide, device=B.device), "mu2.D.bias": torch.zeros(wide, device=B.device)}
     ready = Prepared(*prepare_now(list(named.values()), dtype))
     first, second = (matrix.view(-1, 64, wide + 16) for matrix in (ready.A2, ready.B2))
     second = torch.cat([second[..., :wide], second.new_zeros(len(second), 64, 5), second[..., wide:-5]], -1)

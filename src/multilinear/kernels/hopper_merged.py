@@ -2,8 +2,8 @@
 merged into one, and so each chunk of both branches comes out of a single product, twice as wide, with the same rows.
 
 Variances are sums of squares: of a branch with rows `[A | a]` that of an output is the square of `R [n; 1]` for the
-triangular factor R, of which a third is zero by blocks. The output is added up on top of x, over what it is
-multiplied with in the end, so that nothing is read twice. All else is as in `hopper_mu2`.
+triangular factor R, of which a third is zero by blocks. The output is added up on top of x,
+divided by what the sum is multiplied with in the end, so that nothing is read twice. All else is as in `hopper_mu2`.
 """
 
 from triton.experimental import gluon

@@ -286,9 +286,10 @@ class PolyBlock(nn.Module):
         if self._ahead is not None and (ahead := self._take_ahead(dtype)) is not None:
             return ahead
         frozen = not any(weight.requires_grad or weight.is_inference() for weight in weights)
-        inference = frozen and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-        if not inference or not kernels.computing():
+        if not frozen:
             self._prepared = None
+        inference = frozen and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if not inference or not kernels.computing():  # what is kept stays: a recorded graph may read it
             return kernels.prepare_block(weights, dtype, inference)
         key = dtype, *((weight.data_ptr(), weight._version) for weight in weights)
         if self._prepared is not None and self._prepared[0] == key:
