@@ -19,10 +19,10 @@ from multilinear.kernels.hopper_plans import (
     NORM_BACK,
     REGISTERS,
     First,
+    OneProduct,
     Plan,
     Return,
     Through,
-    Whole,
 )
 from multilinear.kernels.launch import launch
 
@@ -69,7 +69,7 @@ def plan_for(s: Sizes, save: bool) -> Plan | None:
 
 
 @lru_cache
-def plan_merged(s: Sizes) -> Whole | None:
+def plan_merged(s: Sizes) -> OneProduct | None:
     """The same for inference with the matrices of the second branch as one."""
     return MERGED.get((s.channels, s.low2)) if _known(s) else None
 
@@ -210,7 +210,7 @@ def mu2(
     )  # fmt: skip
 
 
-def mu2_merged(x: Tensor, out: Tensor, ready: Prepared, merged: Merged, plan: Whole, eps: float) -> None:
+def mu2_merged(x: Tensor, out: Tensor, ready: Prepared, merged: Merged, plan: OneProduct, eps: float) -> None:
     """What `mu2` does for inference."""
     from multilinear.kernels import hopper_merged
 

@@ -16,6 +16,7 @@ from multilinear.kernels.hopper_parts import (
     across,
     extras,
     fetch,
+    halves,
     operand,
     release,
     row_zeros,
@@ -71,15 +72,8 @@ def produce(
 
 
 @gluon.jit
-def halves(x):
-    """Both branches of a chunk: the same registers."""
-    left, right = x.reshape([64, 2, 64]).permute((0, 2, 1)).split()
-    layout: gl.constexpr = accumulator(64)
-    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
-
-
-@gluon.jit
 def product_of(x, kind: gl.constexpr):
+    """Of both branches of a chunk."""
     left, right = halves(x)
     return (left * right).to(kind)
 

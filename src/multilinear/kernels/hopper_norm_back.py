@@ -22,9 +22,11 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
     along,
+    halves,
     row_zeros,
     rows_layout,
     slot_of,
+    start_ring,
     times_columns,
     zeros,
 )
@@ -96,12 +98,10 @@ def multiply(
 
 @gluon.jit
 def in_tiles(dns, C: gl.constexpr):
-    """The product in pieces of 64 columns, as all else is held: the same registers."""
+    """The product in pieces of 64 columns."""
     pieces = ()
     for k in gl.static_range(C // 128):
-        left, right = dns[k].reshape([64, 2, 64]).permute((0, 2, 1)).split()
-        pieces = pieces + (gl.convert_layout(left, accumulator(64), assert_trivial=True),)
-        pieces = pieces + (gl.convert_layout(right, accumulator(64), assert_trivial=True),)
+        pieces = pieces + halves(dns[k])
     if C % 128 > 0:
         pieces = pieces + (dns[C // 128],)
     return pieces
@@ -297,12 +297,8 @@ def norm_back(
     empty = gl.allocate_shared_memory(gl.int64, [GROUPS * TILES, 1], mbarrier.MBarrierLayout())
     full_s = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty_s = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(GROUPS * TILES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full_s.index(i), count=1)
-        mbarrier.init(empty_s.index(i), count=GROUPS)
+    start_ring(full, empty, GROUPS * TILES, 1, False)
+    start_ring(full_s, empty_s, SLOTS, GROUPS, False)
     none = row_zeros()
     selects.index(0).store(columns_of(none + 1.0, none, none, kind))
     selects.index(1).store(columns_of(none, none + 1.0, none, kind))

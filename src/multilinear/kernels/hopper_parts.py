@@ -120,6 +120,14 @@ def times_columns(left, right, out, FIRST: gl.constexpr):
 
 
 @gluon.jit
+def halves(x):
+    """128 columns in two pieces of 64, as all else is held: the same registers."""
+    left, right = x.reshape([64, 2, 64]).permute((0, 2, 1)).split()
+    layout: gl.constexpr = accumulator(64)
+    return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
 def store_columns(
     ptr, row, rows, first, x, WIDTH: gl.constexpr, STRIDE: gl.constexpr, LIMIT: gl.constexpr
 ):  # fmt: skip

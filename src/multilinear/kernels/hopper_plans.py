@@ -42,7 +42,7 @@ BACK = {
 }
 
 
-class Whole(NamedTuple):
+class OneProduct(NamedTuple):
     """The same for inference with the second branch's two matrices as one: chunks of both branches, and of C, that are
     kept."""
 
@@ -51,7 +51,7 @@ class Whole(NamedTuple):
 
 
 # By channels and low rank, where one matrix has no more entries than two.
-MERGED = {(192, 144): Whole(2, 2)}
+MERGED = {(192, 144): OneProduct(2, 2)}
 
 
 class First(NamedTuple):
