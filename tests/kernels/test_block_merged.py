@@ -1,63 +1,149 @@
-"""Inference with merged branches against the plain block in float64; what it is made of on the CPU, through Triton's
-interpreter in another process, as which this file is then run."""
+"""Merged branches against the plain block in float64; what they are made of on the CPU, through Triton's interpreter
+in other processes, as which this file is then run."""
 
 import copy
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
 import triton
+from test_block import agrees_with_fake, close_gradients, error, exact, perturbed, run, weights_of
+from torch.nn import functional as F
 
 from multilinear import kernels
 from multilinear.kernels import hopper
 from multilinear.layers import PolyBlock
 
 
-def perturbed(block):
-    """The block with no parameter left at a round number, and frozen."""
-    with torch.no_grad():
-        for weight in block.parameters():
-            weight.add_(0.1 * torch.randn_like(weight))
-    return block.requires_grad_(False)
+def extras_of(scales):
+    """What stands next to n; the inverse of a scale as stored is that itself in this precision."""
+    one, none = torch.ones(len(scales)), torch.zeros(len(scales))
+    return torch.stack([*(column for r in scales.T for column in (one, one, 1 / r, none, 1 / r)), *[none] * 6], 1)
 
 
-def weights_of(block):
-    return [block.get_parameter(name) for name in kernels.BLOCK_PARAMETERS]
+def in_turns(matrix, height):
+    """Both matrices of which so many rows stand in turns."""
+    return matrix.unflatten(0, (-1, 2, height)).transpose(0, 1).flatten(1, 2)
 
 
-def error(found, expected):
-    return ((found.double() - expected).norm() / expected.norm()).item()
+def forward_in_plain_code(x, out, keep, n, stats, ready, roots, s, forms, eps, save):
+    """What `hopper.mu2_merged` does."""
+    rows, vectors = x.view(-1, s.channels), ready.vectors
+    normed = F.layer_norm(rows, (s.channels,), vectors[: s.channels], vectors[s.channels : 2 * s.channels], eps)
+    if roots is None:
+        linear, last = vectors[forms:][: 2 * s.channels], vectors[forms:][2 * s.channels :]
+        parts = (normed @ in_turns(ready.stack, 64).mT + in_turns(linear, 64)[:, None]) * normed
+    else:
+        linear, last = roots.linear[:-2], roots.linear[-2:]
+        parts = (normed @ in_turns(roots.roots, 64).mT + in_turns(linear, 64)[:, None]).square()
+    scales = ((parts.sum(-1).T + last[:2]) / s.rank2 + eps).rsqrt()
+    kept = torch.ones(len(rows)) if keep is None else keep.repeat_interleave(len(rows) // len(keep))
+    both = scales.prod(1) * kept
+    beside = torch.cat([normed, extras_of(scales)], 1)
+    first, second = beside @ in_turns(ready.A2, 32).mT
+    y = (first * second * both[:, None]) @ ready.C2.T + kept[:, None] * vectors[3 * s.channels : 4 * s.channels]
+    out.copy_((rows + y).view_as(x))
+    if save:
+        n.copy_(beside)
+        stats.copy_(torch.cat([scales, both[:, None]], 1))
 
 
-def interpret():
-    """What `hopper_merged` reads, by the same steps in plain code."""
-    from multilinear.kernels.block import merge, prepare_now
+def back_in_plain_code(grad, n, stats, h, PQ, dn, ready, s, forms):
+    """What `hopper.mu2_merged_back` does."""
+    scales, both = stats[:, :2], stats[:, 2:]
+    branches = in_turns(ready.A2, 32)
+    first, second = n @ branches.mT
+    inner = (grad.view(len(n), -1) @ ready.C2) * both
+    h.copy_(first * second * both)
+    gradients = torch.stack([inner * second, inner * first])
+    PQ[:, : 2 * s.rank2].copy_(gradients.unflatten(2, (-1, 32)).permute(1, 2, 0, 3).flatten(1))
+    products = gradients @ branches
+    shifts = torch.stack([products[0, :, s.channels + 2], products[1, :, s.channels + 7]], 1)
+    # the rest of the shift is in a column of its own
+    shifts += torch.stack([products[0, :, s.channels + 4], products[1, :, s.channels + 9]], 1)
+    taken = (shifts - scales * (inner * first * second).sum(1, keepdim=True)) * scales / s.rank2
+    normed = n[:, : s.channels]
+    PQ[:, 2 * s.rank2 :].copy_(
+        torch.cat([taken[:, :1] * normed, taken[:, 1:] * normed, taken, torch.zeros(len(n), 6)], 1)
+    )
+    linear = in_turns(ready.vectors[forms:][: 2 * s.channels], 64)
+    forms_of_n = normed @ in_turns(ready.stack, 64) + linear[:, None] / 2
+    dn.copy_(products[..., : s.channels].sum(0) + (taken.T[..., None] * forms_of_n).sum(0))
 
-    block = perturbed(PolyBlock(128, shrinkage=4))
-    both, roots, linear = (part.double() for part in merge(weights_of(block), torch.float32))
-    assert error(both[:64], prepare_now(weights_of(block), torch.float32)[3][:64].double()) == 0
+
+@contextmanager
+def merging():
+    """As on a GPU that gains by it, with plain code in place of the two kernels that need one."""
+    from multilinear.kernels import block
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block, "_merges", lambda weights: True)
+        patch.setattr(hopper, "mu2_merged", forward_in_plain_code)
+        patch.setattr(hopper, "mu2_merged_back", back_in_plain_code)
+        yield
+
+
+def interpret_training():
+    kept = torch.tensor([0.0, 1.25, 1.25]), torch.tensor([1.25, 0.0, 1.25])
+    for factors in (None, kept):
+        block = perturbed(PolyBlock(128, shrinkage=4, drop_path=0.2 if factors else None))
+        x, grad = torch.randn(2, 3, 3, 5, 128)
+        expected = exact(block, x, grad, factors)
+        with merging():
+            found = run(block, x, grad, factors, forward=partial(block._fused, dtype=torch.float32))
+            with torch.no_grad():
+                assert factors or torch.equal(block._fused(x, torch.float32), found[0])
+        assert error(found[0], expected[0]) < 1e-5
+        for name, e in expected[1].items():
+            assert error(found[1][name], e) < 1e-4, name
+
+
+def interpret_memory():
+    """Operators announce what they return."""
+    from multilinear.kernels import block_gradient
+    from multilinear.kernels.block import poly_block, prepare
+
+    block = perturbed(PolyBlock(64, shrinkage=4)).requires_grad_(False)
+    weights, x = weights_of(block), torch.randn(2, 2, 2, 64)
+    with merging():
+        prepared = agrees_with_fake(prepare, (weights, torch.float32))
+        out, saved = agrees_with_fake(poly_block, (x, None, None, weights, prepared, True, 1e-6, True))
+        agrees_with_fake(block_gradient.poly_block_backward, (out, x, saved, None, None, weights, prepared, True, 1e-6))
+
+
+def interpret_roots():
+    """What inference reads in place of gram matrices."""
+    from multilinear.kernels.block import poly_block_now, prepare_now, roots_of
+
+    block = perturbed(PolyBlock(128, shrinkage=4)).requires_grad_(False)
+    prepared = prepare_now(weights_of(block), torch.float32, merged=True)
+    roots = roots_of(prepared)
     n = torch.randn(7, 128).double()
     mu = copy.deepcopy(block).double().mu2
-    branches = [mu.A(n), mu.B(mu.D(n))]
-    squares = (n @ roots.T + linear[:-2]).square().view(7, 2, 2, 64).sum((1, 3)) + linear[-2:]
-    variances = torch.stack([branch.var(-1, correction=0) for branch in branches], -1)
+    linear = in_turns(roots.linear[:-2], 64)
+    squares = (n @ in_turns(roots.roots, 64).double().mT + linear[:, None]).square().sum(-1).T + roots.linear[-2:]
+    variances = torch.stack([branch.var(-1, correction=0) for branch in (mu.A(n), mu.B(mu.D(n)))], -1)
     assert error(squares / 384, variances) < 1e-6
-    assert roots.view(2, 2, 64, 128)[1, :, :, :64].abs().max() == 0  # blocks that are not read
-    inverse = (variances + 1e-6).sqrt()
-    one, none = torch.ones(7), torch.zeros(7)
-    columns = [column for r in inverse.T for column in (one, one, r, none, r)]  # r as stored is r in this precision
-    rows = torch.cat([n, torch.stack([*columns, *[none] * 6], 1)], 1) @ both.T
-    first, second = rows.view(7, 6, 2, 64).unbind(2)
-    p, q = mu.norm_a(branches[0]), mu.norm_b(branches[1])
-    expected = p + mu.alpha * p * q
-    assert error((first * second).flatten(1) / inverse.prod(-1, keepdim=True), expected) < 1e-5
+    assert roots.roots.view(2, 2, 64, 128)[1, :, :, :64].abs().max() == 0  # blocks that are not read
+    x = torch.randn(2, 3, 3, 128)
+    with merging():
+        out = poly_block_now(x, None, None, weights_of(block), [*prepared, *roots], True, 1e-6, False)[0]
+    assert error(out, copy.deepcopy(block).double()(x.double())) < 1e-5
 
 
-def test_in_the_interpreter():
+INTERPRETED = {name: value for name, value in list(globals().items()) if name.startswith("interpret_")}
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_in_the_interpreter(name):
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    found = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
+    found = subprocess.run(
+        [sys.executable, __file__, name], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert found.returncode == 0, found.stderr[-3000:]
 
 
@@ -65,7 +151,7 @@ def test_prepared_weights_stay_while_kernels_are_compiled(monkeypatch):
     """A recorded graph reads them."""
     made = []
     monkeypatch.setattr(kernels, "prepare_block", lambda *inputs: made.append(inputs) or [torch.zeros(1)])
-    block = perturbed(PolyBlock(64))
+    block = perturbed(PolyBlock(64)).requires_grad_(False)
 
     def prepare():
         return block._prepare(block._weights(), torch.bfloat16)
@@ -99,19 +185,47 @@ def test_cuda_inference_with_merged_branches(images, side, dtype, monkeypatch):
         assert error(first, copy.deepcopy(block).double()(x.double())) < 1e-2
         assert all(torch.equal(block(x), first) for _ in range(20))
         weights = weights_of(block)
-        separate = kernels.poly_block(x, weights, kernels.prepare_block(weights, dtype), None, True, 1e-6)
-        assert error(separate, first.double()) < 1e-2
+        without_roots = kernels.poly_block(x, weights, kernels.prepare_block(weights, dtype), None, True, 1e-6)
+        assert error(without_roots, first.double()) < 1e-2
         block.mu2.B.weight.mul_(-1)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):  # where nothing is merged, and nothing kept for later
+        with torch.cuda.graph(graph):  # where there are no roots, and nothing is kept for later
             captured = block(x)
-        merged = len(made)
         now = block(x)
-        assert len(made) > merged or not merged
         graph.replay()
         for out in (now, captured):
             assert error(out, copy.deepcopy(block).double()(x.double())) < 1e-2 < error(first, out.double())
 
 
+def cases(dtype=torch.bfloat16, images=5, side=7):
+    block = perturbed(PolyBlock(192, shrinkage=4, drop_path=0.2)).cuda()
+    x, grad = torch.randn(2, images, side, side, 192, device="cuda").to(dtype)
+    factors = torch.rand(2, images, device="cuda").round() * 1.25
+    return block, x, grad, factors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("images", "side"), [(1, 1), (5, 7), (300, 8)])
+def test_cuda_training_with_merged_branches(images, side, dtype):
+    torch.manual_seed(0)
+    block, x, grad, factors = cases(dtype, images, side)
+    block = block.to(dtype)
+    expected, found = exact(block, x, grad, factors), run(block, x, grad, factors)
+    assert error(found[0], expected[0]) < 1e-2
+    close_gradients(block, found[1], expected[1], 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+def test_cuda_compiled_with_merged_branches():
+    torch.manual_seed(0)
+    block, x, grad, _ = cases()
+    block = block.bfloat16().eval()  # compiled code draws other random numbers
+    found, expected = run(block, x, grad, forward=torch.compile(block, fullgraph=True)), exact(block, x, grad)
+    assert error(found[0], expected[0]) < 1e-2
+    close_gradients(block, found[1], expected[1], 2e-2)
+
+
 if __name__ == "__main__":
-    interpret()
+    INTERPRETED[sys.argv[1]]()

@@ -46,10 +46,11 @@ def test_a_product_stands_for_a_division(divisor, data):
 def test_published_widths_have_plans(channels, shrinkage):
     sizes = block(channels, shrinkage)
     assert sizes.served()
-    assert hopper.plan_for(sizes, save=False) is not None
-    # in training n is written from where it is staged
-    assert hopper.plan_for(sizes, save=True).staged
-    assert hopper.plan_back(sizes) is not None
+    if hopper.plan_merged(sizes) is None:
+        assert hopper.plan_for(sizes, save=False) is not None
+        # in training n is written from where it is staged
+        assert hopper.plan_for(sizes, save=True).staged
+        assert hopper.plan_back(sizes) is not None
     assert hopper.plan_lift(sizes) is not None
     assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is not None
 
@@ -73,6 +74,10 @@ def test_branches_are_merged_where_that_costs_nothing_and_fits(channels, low):
     assert sizes.rank2 % 64 == 0
     tokens, branches, last = 2 * 64 * (channels + 64), 128 * (channels + 16), 64 * channels
     assert 2 * (tokens + plan.slots * branches + plan.slots_c * last) + 512 < 227 * 1024
+    tokens = 2 * 64 * (2 * channels + 32 + 64)
+    assert 2 * tokens + plan.back_slots * branches + plan.back_slots_c * last + 512 < 227 * 1024
+    # two chunks are read at a time, those whose gradients go on to n and the next ones
+    assert plan.back_slots >= 3
 
 
 @pytest.mark.parametrize(("channels", "low"), hopper.LIFT_BACK)

@@ -156,9 +156,12 @@ def block_serves(rows: int, channels: int, ranks: tuple[int, int], lows: tuple[i
     True
     """
     from multilinear.kernels.block_sizes import Sizes
+    from multilinear.kernels.hopper import plan_merged
 
     sizes = Sizes(channels, ranks[0], lows[0], ranks[1], lows[1])
     widest = max(sizes.rank2 + channels + sizes.low2 + 8, sizes.rank1 + sizes.low1 + 8)
+    if plan_merged(sizes) is not None:
+        widest = 2 * (sizes.rank2 + channels) + 8
     return sizes.served() and rows * widest < 2**31  # places in memory are numbers of 32 bits
 
 
@@ -168,7 +171,7 @@ def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype, inference: bool
     >>> callable(prepare_block)
     True
     """
-    from multilinear.kernels.block import merge, prepare, prepare_now
+    from multilinear.kernels.block import prepare, prepare_now, roots_of
     from multilinear.kernels.block_sizes import sizes_of
     from multilinear.kernels.hopper import plan_merged
 
@@ -179,9 +182,9 @@ def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype, inference: bool
             return prepared
         with torch.cuda.device_of(weights[0]):
             ready = prepare_now(weights, dtype)
-            mergeable = inference and weights[0].is_cuda and plan_merged(sizes_of(weights)) is not None
-            if mergeable and not torch.cuda.is_current_stream_capturing():
-                ready += merge(weights, dtype)
+            merged = weights[0].is_cuda and plan_merged(sizes_of(weights)) is not None
+            if inference and merged and not torch.cuda.is_current_stream_capturing():
+                ready += roots_of(ready)
             return ready
 
 

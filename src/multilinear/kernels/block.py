@@ -9,8 +9,8 @@ from torch import Tensor
 
 from multilinear.kernels import BLOCK_PARAMETERS, block_forward, block_small, block_weights, hopper
 from multilinear.kernels.block_sizes import (
-    Merged,
     Prepared,
+    Roots,
     Sizes,
     align,
     aligned,
@@ -23,30 +23,55 @@ from multilinear.kernels.block_sizes import (
 from multilinear.kernels.launch import launch
 
 
-def _new(weights: Sequence[Tensor], dtype: torch.dtype) -> Prepared:
+def _merges(weights: Sequence[Tensor]) -> bool:
+    return weights[0].is_cuda and hopper.plan_merged(sizes_of(weights)) is not None
+
+
+def _new(weights: Sequence[Tensor], dtype: torch.dtype, merged: bool) -> Prepared:
     """Memory for the fields."""
     s, new = sizes_of(weights), weights[0].new_empty
-    shapes = [(s.rank1 + s.low1, s.channels), (s.rank1, s.low1), (s.channels, s.rank1), (s.rank2, s.channels + 16),
-              (s.rank2, s.low2 + 16), (s.channels, s.rank2), (s.rank2 + s.channels + 8 + s.low2, s.channels),
-              (s.rank2 + s.low2 + 8, s.low2)]  # fmt: skip
-    floats = [(offsets(s).end,), (s.rank2, s.channels + 1), (s.rank2, s.low2 + 1)]
+    wide = s.channels
+    if merged:
+        last, low = [(2 * s.rank2, wide + 16), (0,), (wide, s.rank2), (2 * wide, wide), (0,)], wide
+    else:
+        last, low = [(s.rank2, wide + 16), (s.rank2, s.low2 + 16), (wide, s.rank2),
+                     (s.rank2 + wide + 8 + s.low2, wide), (s.rank2 + s.low2 + 8, s.low2)], s.low2  # fmt: skip
+    shapes = [(s.rank1 + s.low1, wide), (s.rank1, s.low1), (wide, s.rank1), *last]
+    floats = [(offsets(s).end,), (s.rank2, wide + 1), (s.rank2, low + 1)]
     return Prepared(
         *(new(shape, dtype=dtype) for shape in shapes), *(new(shape, dtype=torch.float32) for shape in floats)
     )
 
 
-def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The fields of `Prepared` from the parameters `BLOCK_PARAMETERS`."""
-    s, ready = sizes_of(weights), _new(weights, dtype)
+def _merged_factors(named: dict[str, Tensor], s: Sizes) -> dict[str, Tensor]:
+    """The parameters with both matrices of the second branch, and their biases, in the place of its last."""
+    B, b, D, d = (named[f"mu2.{name}"] for name in ("B.weight", "B.bias", "D.weight", "D.bias"))
+    matrix, bias = (B.new_empty(shape, dtype=torch.float32) for shape in ((s.rank2, s.channels), (s.rank2,)))
+    kernel, tall, wide = block_weights.merge_factors, 64, 32
+    launch(
+        kernel, triton.cdiv(s.rank2, tall) * triton.cdiv(s.channels + 1, wide),
+        B, b, D, d, matrix, bias, **constants(s, kernel.arg_names), ROWS=tall, COLUMNS=wide, DEPTH=64, num_warps=4,
+    )  # fmt: skip
+    return named | {"mu2.B.weight": matrix, "mu2.B.bias": bias}
+
+
+def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype, merged: bool | None = None) -> list[Tensor]:
+    """The fields of `Prepared` from the parameters `BLOCK_PARAMETERS`, with merged branches where a GPU gains by it."""
+    merged = _merges(weights) if merged is None else merged
+    s, ready = sizes_of(weights), _new(weights, dtype, merged)
+    named = {name: weight.contiguous() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
     columns, size, tile = 16, 4096, 32
-    wide, low = s.channels, s.low2
+    wide, low = s.channels, s.channels if merged else s.low2
+    if merged:
+        named = _merged_factors(named, s)
+    fields = ready._replace(B2=ready.A2) if merged else ready
     kernel = block_weights.pack
-    matrices = [wide * rank for rank in (s.rank1, s.low1, s.rank1, s.rank2, s.low2)]
+    matrices = [wide * rank for rank in (s.rank1, s.low1, s.rank1, s.rank2, 0 if merged else s.low2)]
     programs = sum(triton.cdiv(width + 1, columns) for width in (wide, low, s.low1))
-    programs += sum(triton.cdiv(matrix, size) for matrix in matrices) + 11  # and as many vectors
+    programs += sum(triton.cdiv(matrix, size) for matrix in matrices) + 11 - merged  # and as many vectors
     launch(
         kernel, programs,
-        *(weight.contiguous() for weight in weights), *ready, **constants(s, kernel.arg_names),
+        *named.values(), *fields, **constants(s, kernel.arg_names), MERGED=merged,
         ROWS=min(256, triton.next_power_of_2(s.rank2)), COLUMNS=columns, BLOCK=size, num_warps=8,
     )  # fmt: skip
     kernel = block_weights.grams
@@ -54,37 +79,31 @@ def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     launch(
         kernel, programs,
         ready.first, ready.second, ready.stack, ready.low_stack, ready.vectors, **constants(s, kernel.arg_names),
-        ROWS=128, TILE=tile, num_warps=4,
+        MERGED=merged, ROWS=128, TILE=tile, num_warps=4,
     )  # fmt: skip
     return list(ready)
 
 
-def merge(weights: Sequence[Tensor], dtype: torch.dtype) -> Merged:
-    """The fields of `Merged`."""
-    named = dict(zip(BLOCK_PARAMETERS, weights, strict=True))
-    B, D, b, d = (named[f"mu2.{name}"].double() for name in ("B.weight", "D.weight", "B.bias", "D.bias"))
-    wide = D.shape[1]
-    named |= {"mu2.B.weight": (B @ D).float(), "mu2.B.bias": (B @ d + b).float()}
-    named |= {"mu2.D.weight": torch.eye(wide, device=B.device), "mu2.D.bias": torch.zeros(wide, device=B.device)}
-    ready = Prepared(*prepare_now(list(named.values()), dtype))
-    first, second = (matrix.view(-1, 64, wide + 16) for matrix in (ready.A2, ready.B2))
-    second = torch.cat([second[..., :wide], second.new_zeros(len(second), 64, 5), second[..., wide:-5]], -1)
+def roots_of(prepared: Sequence[Tensor]) -> Roots:
+    """The fields of `Roots`, from prepared weights with merged branches."""
+    ready = Prepared(*prepared)
     factors = [torch.linalg.qr(matrix.double(), mode="r").R for matrix in (ready.first, ready.second)]
+    wide = ready.first.shape[1] - 1
     roots = torch.stack([R[:wide].view(-1, 64, wide + 1) for R in factors], 1).view(2 * wide, wide + 1)
     rest = torch.stack([R[wide, wide].square() for R in factors])
-    return Merged(
-        torch.stack([first, second], 1).view(-1, wide + 16),
-        roots[:, :wide].to(dtype).contiguous(),
-        torch.cat([roots[:, wide], rest]).float(),
-    )
+    return Roots(roots[:, :wide].to(ready.A2.dtype).contiguous(), torch.cat([roots[:, wide], rest]).float())
 
 
-prepare = torch.library.custom_op("multilinear::poly_block_prepare", prepare_now, mutates_args=())
+def _prepare(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    return prepare_now(weights, dtype)
+
+
+prepare = torch.library.custom_op("multilinear::poly_block_prepare", _prepare, mutates_args=())
 
 
 @prepare.register_fake
 def _(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return list(_new(weights, dtype))
+    return list(_new(weights, dtype, _merges(weights)))
 
 
 def _few_tokens(
@@ -179,11 +198,12 @@ def poly_block_now(
     out, mid = torch.empty_like(x), torch.empty_like(x)
     stats1, stats2 = (x.new_empty((rows, 3) if save else 0, dtype=torch.float32) for _ in range(2))
     _first_layer(x, u, mid, stats1, keep1, ready, s, keep_border, eps, save)
-    n, d = (x.new_empty((rows, wide + 16) if save else 0) for wide in (s.channels, s.low2))
+    n = x.new_empty((rows, s.channels + 16) if save else 0)
+    d = x.new_empty((rows, s.low2 + 16) if save and not ready.merged else 0)
     plan = hopper.plan_for(s, save) if x.is_cuda else None
-    merged = hopper.plan_merged(s) if prepared[fields:] and not save and keep2 is None else None
-    if merged is not None:
-        hopper.mu2_merged(mid, out, ready, Merged(*prepared[fields:]), merged, eps)
+    if ready.merged:
+        roots = Roots(*prepared[fields:]) if prepared[fields:] else None
+        hopper.mu2_merged(mid, out, keep2, n, stats2, ready, roots, s, offsets(s).forms, eps, save)
     elif plan is not None:
         hopper.mu2(mid, out, keep2, n, d, stats2, ready, s, plan, offsets(s).forms, eps, save)
     else:
@@ -212,5 +232,6 @@ def _(
     if not save:
         return torch.empty_like(x), []
     stats1, stats2 = (x.new_empty(rows, 3, dtype=torch.float32) for _ in range(2))
-    u, n, d = (x.new_empty(rows, wide) for wide in (align(s.rank1 + s.low1), s.channels + 16, s.low2 + 16))
+    u, n = (x.new_empty(rows, wide) for wide in (align(s.rank1 + s.low1), s.channels + 16))
+    d = x.new_empty(0 if _merges(weights) else (rows, s.low2 + 16))
     return torch.empty_like(x), [u, torch.empty_like(x), stats1, n, d, stats2]

@@ -68,6 +68,8 @@ def _second_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:  # fmt: skip
     """The gradient of the value between the Mu-Layers, what is summed up on the way, the terms of alpha's gradient; and
     a function after which those terms and the gradients of the second Mu-Layer are there."""
+    if ready.merged:
+        return _merged_layer(grad, mid, n, stats, keep, named, found, ready, s, eps)
     rows, rank, channels, low = mid.numel() // s.channels, s.rank2, s.channels, s.low2
     fixed = constants(s, block_backward.mu2_back.arg_names)
     h, P, Q = (mid.new_empty(rows, width) for width in (rank, fixed["SP"], fixed["SQ"]))
@@ -93,19 +95,54 @@ def _second_layer(
 
     def parameters() -> None:
         _product(grad.view(rows, channels), h, found["mu2.C.weight"])
-        product, low_product = _product(P, n), _product(Q, d)
-        kernel = block_weights_back.second_gradients
-        tall, wide = 64, 32
-        across, low_across = (triton.cdiv(width + 1, wide) for width in (channels, low))
-        programs = triton.cdiv(rank, tall) * (across + low_across + 2) + triton.cdiv(low, tall) * across
+        _second_gradients(_product(P, n), _product(Q, d), terms, named, found, ready, s)
+
+    return out, sums, terms, _beside(parameters, mid.device)
+
+
+def _merged_layer(
+    grad: Tensor, mid: Tensor, n: Tensor, stats: Tensor, keep: Tensor | None, named: Named, found: Named,
+    ready: Prepared, s: Sizes, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:  # fmt: skip
+    """The same with merged branches, whose gradients are next to each other and go on to n at once."""
+    rows, rank, channels = mid.numel() // s.channels, s.rank2, s.channels
+    h, PQ, dn = (mid.new_empty(rows, width) for width in (rank, 2 * (rank + channels) + 8, channels))
+    hopper.mu2_merged_back(grad, n, stats, h, PQ, dn, ready, s, offsets(s).forms)
+    out, sums = _through_shared_norm(dn, mid, grad, keep, ready, s, eps)
+    terms = sums.new_empty(rank)
+
+    def parameters() -> None:
+        _product(grad.view(rows, channels), h, found["mu2.C.weight"])
+        matrix, bias = sums.new_empty(rank, channels), sums.new_empty(rank)
+        product, merged = _product(PQ, n), {"mu2.B.weight": matrix, "mu2.B.bias": bias}
+        _second_gradients(product, product, terms, named, found | merged, ready, s)
+        kernel, tall, wide = block_weights_back.factor_gradients, 64, 32
+        programs = triton.cdiv(rank, tall) * triton.cdiv(s.low2, wide)
+        programs += triton.cdiv(s.low2, tall) * triton.cdiv(channels + 1, wide)
         launch(
             kernel, programs,
-            product, low_product, ready.first, ready.second, *(named[name] for name in SECOND_READS),
-            *(found[name] for name in SECOND_WRITES), terms, **constants(s, kernel.arg_names),
-            ROWS=tall, COLUMNS=wide, DEPTH=64, ALL=min(256, triton.next_power_of_2(rank)), num_warps=4,
+            matrix, bias, *(named[f"mu2.{name}"] for name in ("B.weight", "D.weight", "D.bias")),
+            *(found[f"mu2.{name}"] for name in ("B.weight", "B.bias", "D.weight", "D.bias")),
+            **constants(s, kernel.arg_names), ROWS=tall, COLUMNS=wide, DEPTH=64, num_warps=4,
         )  # fmt: skip
 
     return out, sums, terms, _beside(parameters, mid.device)
+
+
+def _second_gradients(
+    product: Tensor, low_product: Tensor, terms: Tensor, named: Named, found: Named, ready: Prepared, s: Sizes
+) -> None:
+    """What gradients of the second Mu-Layer are found in products over all tokens."""
+    kernel = block_weights_back.second_gradients
+    tall, wide = 64, 32
+    across, low_across = (triton.cdiv(len(matrix[0]), wide) for matrix in (ready.first, ready.second))
+    programs = triton.cdiv(s.rank2, tall) * (across + low_across + 2) + triton.cdiv(s.low2, tall) * across
+    launch(
+        kernel, programs,
+        product, low_product, ready.first, ready.second, *(named[name] for name in SECOND_READS),
+        *(found[name] for name in SECOND_WRITES), terms, **constants(s, kernel.arg_names), MERGED=ready.merged,
+        ROWS=tall, COLUMNS=wide, DEPTH=64, ALL=min(256, triton.next_power_of_2(s.rank2)), num_warps=4,
+    )  # fmt: skip
 
 
 def _through_shared_norm(

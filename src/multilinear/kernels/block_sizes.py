@@ -66,6 +66,10 @@ class Prepared(NamedTuple):
     `stack` and `low_stack` hold what the gradients of the second Mu-Layer's branches are multiplied with: rows of A2,
     the gram matrix, a row that goes with its bias, seven of zeros, and D2; and the same of B2 without the last.
     `first` and `second` hold A and B of the second Mu-Layer next to their biases, centred over the outputs.
+
+    With merged branches B is both matrices of the second one. `A2` then holds 32 rows of each branch in turns, the
+    second one's extras behind the first one's, `stack` 64 rows of each gram matrix in turns; B2 and `low_stack` are
+    empty.
     """
 
     lifting: Tensor
@@ -81,6 +85,10 @@ class Prepared(NamedTuple):
     second: Tensor
 
     @property
+    def merged(self) -> bool:
+        return len(self.B2) == 0
+
+    @property
     def D2(self) -> Tensor:
         return self.stack[len(self.A2) + self.stack.shape[1] + 8 :]
 
@@ -93,15 +101,14 @@ class Prepared(NamedTuple):
         return self.low_stack[len(self.B2) : len(self.B2) + self.low_stack.shape[1]]
 
 
-class Merged(NamedTuple):
-    """What comes after that for inference with `B D` of the second Mu-Layer as one matrix.
+class Roots(NamedTuple):
+    """What comes after that for inference with merged branches.
 
-    `both` holds chunks of 64 rows of A2 and of that matrix in turns, the second one's extras behind the first one's;
-    `roots` the triangular factors of both with their biases, in the same turns, without their last columns: products
-    with these have the same squares as the branches; `linear` those columns, and at the end what is left of both.
+    `roots` holds the triangular factors of both with their biases, in the same turns as the gram matrices, without
+    their last columns: products with these have the same squares as the branches; `linear` those columns, and at the
+    end what is left of both.
     """
 
-    both: Tensor
     roots: Tensor
     linear: Tensor
 

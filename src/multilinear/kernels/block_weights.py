@@ -49,6 +49,13 @@ def load_both(weight_ptr, bias_ptr, r, j, ROWS: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
+def in_turns(r, PLACE: tl.constexpr, RUN: tl.constexpr):
+    """Where row r is if two matrices stand in turns, RUN rows of each, and this is the first or the second of them;
+    r itself if RUN is 0."""
+    return r if RUN == 0 else r // RUN * (2 * RUN) + PLACE * RUN + r % RUN
+
+
+@triton.jit
 def copy(task, from_ptr, to_ptr, scale, shift, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     programs: tl.constexpr = -(-SIZE // BLOCK)
     if (task >= 0) & (task < programs):
@@ -86,10 +93,13 @@ def pack_factor(
 @triton.jit
 def pack_branch(
     task, weight_ptr, bias_ptr, scale_ptr, shift_ptr, alpha, one, matrix_ptr, stack_ptr, centred_ptr,
-    R: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACE: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
-    """The same with its norm's scale, twice, next to the columns that `extras` multiplies: the bias and the norm's
-    shift, as stored and what that leaves. And without the scale in float32."""
+    """The same with its norm's scale next to the columns that `extras` multiplies: the bias and the norm's shift, as
+    stored and what that leaves. In turns with another branch it shares the matrix, and has its extras behind the
+    other's; else it is also put on the stack. And without the scale in float32."""
+    height: tl.constexpr = R if RUN == 0 else 2 * R
     programs: tl.constexpr = W // COLUMNS + 1
     if (task >= 0) & (task < programs):
         kind = matrix_ptr.dtype.element_ty
@@ -100,17 +110,19 @@ def pack_branch(
             both = load_both(weight_ptr, bias_ptr, r, j, R, W) - mean
             store_tile(centred_ptr, r, j, both, R, W + 1, W + 1)
             both *= (load_vector(scale_ptr, r, R) * alpha)[:, None]
-            store_tile(matrix_ptr, r, j, both, R, W, W + 16)
-            store_tile(stack_ptr, r, j, both, R, W, W)
+            place = in_turns(r, PLACE, RUN)
+            store_tile(matrix_ptr, place, j, both, height, W, W + 16)
+            if RUN == 0:
+                store_tile(stack_ptr, r, j, both, R, W, W)
             if task == programs - 1:  # the bias is among the columns
                 bias = tl.sum(tl.where((j == W)[None, :], both, 0.0), 1)[:, None]
                 shift = (load_vector(shift_ptr, r, R) * alpha + one)[:, None]
                 bias_left = bias - bias.to(kind).to(tl.float32)
                 shift_left = shift - shift.to(kind).to(tl.float32)
-                e = tl.arange(0, 16)[None, :]
+                e = tl.arange(0, 16)[None, :] - (0 if RUN == 0 else 5 * PLACE)
                 shifts = tl.where((e == 2) | (e == 3), shift, tl.where(e == 4, shift_left, 0.0))
                 entries = tl.where(e == 0, bias, tl.where(e == 1, bias_left, shifts))
-                store_tile(matrix_ptr + W, r, tl.arange(0, 16), entries, R, 16, W + 16)
+                store_tile(matrix_ptr + W, place, tl.arange(0, 16), entries, height, 16, W + 16)
     return task - programs
 
 
@@ -122,21 +134,25 @@ def pack(
     lifting_ptr, B1_ptr, C1_ptr, A2_ptr, B2_ptr, C2_ptr, stack_ptr, low_stack_ptr, vectors_ptr, first_ptr, second_ptr,
     C: tl.constexpr, R1: tl.constexpr, L1: tl.constexpr, R2: tl.constexpr, L2: tl.constexpr,
     MU1: tl.constexpr, FORMS: tl.constexpr, BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """All parameters, taken in their order, as the other kernels read them, but for what `grams` adds."""
+    RUN: tl.constexpr = 32 if MERGED else 0
+    WIDE: tl.constexpr = C if MERGED else L2
     alpha1 = tl.load(mu1_alpha).to(tl.float32)
     alpha2 = tl.load(mu2_alpha).to(tl.float32)
     task = pack_branch(tl.program_id(0), mu2_A, mu2_a, mu2_scale_a, mu2_shift_a, 1.0, 0.0, A2_ptr, stack_ptr, first_ptr,
-                       R2, C, ROWS, COLUMNS)  # fmt: skip
+                       R2, C, ROWS, COLUMNS, 0, RUN)  # fmt: skip
     task = pack_branch(task, mu2_B, mu2_b, mu2_scale_b, mu2_shift_b, alpha2, 1.0, B2_ptr, low_stack_ptr, second_ptr,
-                       R2, L2, ROWS, COLUMNS)  # fmt: skip
+                       R2, WIDE, ROWS, COLUMNS, 1, RUN)  # fmt: skip
     task = pack_factor(task, mu1_B, mu1_b, B1_ptr, vectors_ptr + MU1, R1, L1, ROWS, COLUMNS)
     task = copy(task, mu2_C, C2_ptr, 1.0, 0.0, C * R2, BLOCK)
     task = copy(task, mu1_A, lifting_ptr, 1.0, 0.0, R1 * C, BLOCK)
     task = copy(task, mu1_D, lifting_ptr + R1 * C, 1.0, 0.0, L1 * C, BLOCK)
     task = copy(task, mu1_C, C1_ptr, 1.0, 0.0, C * R1, BLOCK)
-    task = copy(task, mu2_D, stack_ptr + (R2 + C + 8) * C, 1.0, 0.0, L2 * C, BLOCK)
+    if not MERGED:
+        task = copy(task, mu2_D, stack_ptr + (R2 + C + 8) * C, 1.0, 0.0, L2 * C, BLOCK)
+        task = copy(task, mu2_d, vectors_ptr + FORMS + C, 1.0, 0.0, L2, BLOCK)
     task = copy(task, norm_scale, vectors_ptr, 1.0, 0.0, C, BLOCK)
     task = copy(task, norm_shift, vectors_ptr + C, 1.0, 0.0, C, BLOCK)
     task = copy(task, mu1_c, vectors_ptr + 2 * C, 1.0, 0.0, C, BLOCK)
@@ -145,7 +161,6 @@ def pack(
     task = copy(task, mu1_shift_a, vectors_ptr + MU1 + 2 * R1, 1.0, 0.0, R1, BLOCK)
     task = copy(task, mu1_scale_b, vectors_ptr + MU1 + 3 * R1, alpha1, 0.0, R1, BLOCK)
     task = copy(task, mu1_shift_b, vectors_ptr + MU1 + 4 * R1, alpha1, 1.0, R1, BLOCK)
-    task = copy(task, mu2_d, vectors_ptr + FORMS + C, 1.0, 0.0, L2, BLOCK)
     task = copy(task, mu1_a, vectors_ptr + BIAS, 1.0, 0.0, R1, BLOCK)
     copy(task, mu1_d, vectors_ptr + BIAS + R1, 1.0, 0.0, L1, BLOCK)
 
@@ -153,9 +168,10 @@ def pack(
 @triton.jit
 def gram(
     task, centred_ptr, out_ptr, linear_ptr, constant_ptr, R: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, PLACE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of `M' M` for M = [A | a] as stored: A'A and below it A'a and seven rows of zeros, 2 A'a, and a'a."""
+    """A tile of `M' M` for M = [A | a] as stored: A'A, 2 A'a and a'a, the first two perhaps in turns with those of
+    another; if not, below the first A'a and seven rows of zeros."""
     across: tl.constexpr = W // TILE + 1
     programs: tl.constexpr = ((W + 7) // TILE + 1) * across
     if (task >= 0) & (task < programs):
@@ -169,9 +185,9 @@ def gram(
             right = load_tile(centred_ptr, r, j, R, W + 1, W + 1).to(kind).to(tl.float32)
             # numbers of 16 bits are exact in TF32
             form = tl.dot(tl.trans(left), right, form, input_precision="tf32")
-        store_tile(out_ptr, i, j, form, W + 8, W, W)
+        store_tile(out_ptr, in_turns(i, PLACE, RUN), j, form, W + 8 if RUN == 0 else 2 * W, W, W)
         bias = (i == W)[:, None]
-        tl.store(linear_ptr + i[:, None] * 0 + j[None, :], 2 * form, mask=bias & (j < W)[None, :])
+        tl.store(linear_ptr + i[:, None] * 0 + in_turns(j, PLACE, RUN)[None, :], 2 * form, mask=bias & (j < W)[None, :])
         tl.store(constant_ptr + i[:, None] * 0 + j[None, :] * 0, form, mask=bias & (j == W)[None, :])
     return task - programs
 
@@ -180,10 +196,33 @@ def gram(
 def grams(
     first_ptr, second_ptr, stack_ptr, low_stack_ptr, vectors_ptr,
     C: tl.constexpr, R2: tl.constexpr, L2: tl.constexpr, FORMS: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """The quadratic forms of both branches of the second Mu-Layer."""
-    ga_ptr = vectors_ptr + FORMS
-    hb_ptr, constants_ptr = ga_ptr + C + L2, ga_ptr + C + 2 * L2
-    task = gram(tl.program_id(0), first_ptr, stack_ptr + R2 * C, ga_ptr, constants_ptr, R2, C, ROWS, TILE)
-    gram(task, second_ptr, low_stack_ptr + R2 * L2, hb_ptr, constants_ptr + 1, R2, L2, ROWS, TILE)
+    linear_ptr = vectors_ptr + FORMS
+    task = tl.program_id(0)
+    if MERGED:
+        constants_ptr = linear_ptr + 2 * C
+        task = gram(task, first_ptr, stack_ptr, linear_ptr, constants_ptr, R2, C, ROWS, TILE, 0, 64)
+        gram(task, second_ptr, stack_ptr, linear_ptr, constants_ptr + 1, R2, C, ROWS, TILE, 1, 64)
+    else:
+        low_linear_ptr, constants_ptr = linear_ptr + C + L2, linear_ptr + C + 2 * L2
+        task = gram(task, first_ptr, stack_ptr + R2 * C, linear_ptr, constants_ptr, R2, C, ROWS, TILE, 0, 0)
+        gram(task, second_ptr, low_stack_ptr + R2 * L2, low_linear_ptr, constants_ptr + 1, R2, L2, ROWS, TILE, 1, 0)
+
+
+@triton.jit
+def merge_factors(
+    B_ptr, b_ptr, D_ptr, d_ptr, out_ptr, bias_ptr, C: tl.constexpr, R2: tl.constexpr, L2: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of `B [D | d] + [0 | b]`: both matrices of a second branch as one."""
+    across: tl.constexpr = C // COLUMNS + 1
+    r = columns(tl.program_id(0) // across * ROWS, ROWS)
+    j = columns(tl.program_id(0) % across * COLUMNS, COLUMNS)
+    both = tl.where((j == C)[None, :], load_vector(b_ptr, r, R2)[:, None], 0.0)
+    for start in range(0, L2, DEPTH):
+        k = columns(start, DEPTH)
+        factor = load_tile(B_ptr, r, k, R2, L2, L2)
+        both = tl.dot(factor, load_both(D_ptr, d_ptr, k, j, L2, C), both, input_precision="tf32x3")
+    store_both(out_ptr, bias_ptr, r, j, both, R2, C)

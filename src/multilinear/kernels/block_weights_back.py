@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 
 from multilinear.kernels.block_parts import columns
-from multilinear.kernels.block_weights import load_tile, load_vector, store_both, store_vector
+from multilinear.kernels.block_weights import (
+    in_turns,
+    load_both,
+    load_tile,
+    load_vector,
+    store_both,
+    store_tile,
+    store_vector,
+)
 
 
 @triton.jit
@@ -28,10 +36,14 @@ def split(
 @triton.jit
 def through_norm(
     task, product_ptr, centred_ptr, scale_ptr, alpha, weight_ptr, bias_ptr, R: tl.constexpr, W: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ALL: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ALL: tl.constexpr, PLACE: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a centred matrix and its bias: of the products of gradients before the norm with its input the
-    scaled and centred ones, and the matrix times those of what the norm takes from them."""
+    scaled and centred ones, and the matrix times those of what the norm takes from them. These follow the others, last
+    the one with the bias; in turns with another branch first both, then both last ones."""
+    height: tl.constexpr = R if RUN == 0 else 2 * R
+    last: tl.constexpr = R + W if RUN == 0 else 2 * (R + W) + PLACE
     across: tl.constexpr = W // COLUMNS + 1
     programs: tl.constexpr = -(-R // ROWS) * across
     if (task >= 0) & (task < programs):
@@ -39,14 +51,16 @@ def through_norm(
         mean = tl.zeros((COLUMNS,), tl.float32)
         for start in range(0, R, ALL):
             r = columns(start, ALL)
-            scaled = load_tile(product_ptr, r, j, R, W + 1, W + 16) * load_vector(scale_ptr, r, R)[:, None]
-            mean += tl.sum(scaled, 0) / R
+            scaled = load_tile(product_ptr, in_turns(r, PLACE, RUN), j, height, W + 1, W + 16)
+            mean += tl.sum(scaled * load_vector(scale_ptr, r, R)[:, None], 0) / R
         r = columns(task // across * ROWS, ROWS)
-        grad = load_tile(product_ptr, r, j, R, W + 1, W + 16) * load_vector(scale_ptr, r, R)[:, None]
+        grad = load_tile(product_ptr, in_turns(r, PLACE, RUN), j, height, W + 1, W + 16)
+        grad *= load_vector(scale_ptr, r, R)[:, None]
         grad = (grad - mean[None, :]) * alpha
         for start in range(0, W + 1, DEPTH):
             k = columns(start, DEPTH)
-            taken = load_tile(product_ptr + R * (W + 16), k, j, W + 1, W + 1, W + 16)
+            row = tl.where(k < W, height + (0 if RUN == 0 else PLACE * W) + k, last)
+            taken = load_tile(product_ptr, tl.where(k <= W, row, last + 1), j, last + 1, W + 1, W + 16)
             grad = tl.dot(load_tile(centred_ptr, r, k, R, W + 1, W + 1), taken, grad, input_precision="tf32x3")
         store_both(weight_ptr, bias_ptr, r, j, grad, R, W)
     return task - programs
@@ -55,19 +69,24 @@ def through_norm(
 @triton.jit
 def norm_gradients(
     task, product_ptr, centred_ptr, scale_ptr, shift_ptr, alpha, dscale_ptr, dshift_ptr, terms_ptr,
-    R: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACE: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a norm's scale and shift, and each channel's share in that of alpha."""
+    height: tl.constexpr = R if RUN == 0 else 2 * R
+    extras: tl.constexpr = W if RUN == 0 else W + 5 * PLACE
     programs: tl.constexpr = -(-R // ROWS)
     if (task >= 0) & (task < programs):
         r = columns(task * ROWS, ROWS)
+        place = in_turns(r, PLACE, RUN)
         along = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, W + 1, COLUMNS):
             j = columns(start, COLUMNS)
-            along += load_tile(product_ptr, r, j, R, W + 1, W + 16) * load_tile(centred_ptr, r, j, R, W + 1, W + 1)
+            product = load_tile(product_ptr, place, j, height, W + 1, W + 16)
+            along += product * load_tile(centred_ptr, r, j, R, W + 1, W + 1)
         dscale = tl.sum(along, 1)
-        dshift = tl.load(product_ptr + r * (W + 16) + W + 2, mask=r < R, other=0.0)
-        dshift += tl.load(product_ptr + r * (W + 16) + W + 3, mask=r < R, other=0.0)
+        dshift = tl.load(product_ptr + place * (W + 16) + extras + 2, mask=r < R, other=0.0)
+        dshift += tl.load(product_ptr + place * (W + 16) + extras + 3, mask=r < R, other=0.0)
         store_vector(dscale_ptr, r, alpha * dscale, R)
         store_vector(dshift_ptr, r, alpha * dshift, R)
         if terms_ptr is not None:
@@ -80,20 +99,57 @@ def second_gradients(
     product_ptr, low_product_ptr, first_ptr, second_ptr, scale_a_ptr, scale_b_ptr, shift_b_ptr, alpha_ptr,
     A_ptr, a_ptr, D_ptr, d_ptr, B_ptr, b_ptr, dscale_a_ptr, dshift_a_ptr, dscale_b_ptr, dshift_b_ptr, terms_ptr,
     C: tl.constexpr, R2: tl.constexpr, L2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, ALL: tl.constexpr,
+    DEPTH: tl.constexpr, ALL: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
     """From the products of P with n and of Q with d to the gradients of the second Mu-Layer; and the terms whose
-    sum is that of alpha."""
+    sum is that of alpha. With merged branches both products are one, B is both matrices, and D is left out."""
+    RUN: tl.constexpr = 32 if MERGED else 0
+    WIDE: tl.constexpr = C if MERGED else L2
     alpha = tl.load(alpha_ptr).to(tl.float32)
     task = tl.program_id(0)
-    task = through_norm(task, product_ptr, first_ptr, scale_a_ptr, 1.0, A_ptr, a_ptr, R2, C, ROWS, COLUMNS, DEPTH, ALL)
-    task = through_norm(task, low_product_ptr, second_ptr, scale_b_ptr, alpha, B_ptr, b_ptr, R2, L2, ROWS, COLUMNS,
-                        DEPTH, ALL)  # fmt: skip
+    task = through_norm(task, product_ptr, first_ptr, scale_a_ptr, 1.0, A_ptr, a_ptr, R2, C, ROWS, COLUMNS, DEPTH, ALL,
+                        0, RUN)  # fmt: skip
+    task = through_norm(task, low_product_ptr, second_ptr, scale_b_ptr, alpha, B_ptr, b_ptr, R2, WIDE, ROWS, COLUMNS,
+                        DEPTH, ALL, 1, RUN)  # fmt: skip
     task = norm_gradients(task, product_ptr, first_ptr, None, None, 1.0, dscale_a_ptr, dshift_a_ptr, None, R2, C, ROWS,
-                          COLUMNS)  # fmt: skip
+                          COLUMNS, 0, RUN)  # fmt: skip
     task = norm_gradients(task, low_product_ptr, second_ptr, scale_b_ptr, shift_b_ptr, alpha, dscale_b_ptr,
-                          dshift_b_ptr, terms_ptr, R2, L2, ROWS, COLUMNS)  # fmt: skip
-    split(task, product_ptr + (R2 + C + 8) * (C + 16), D_ptr, d_ptr, L2, C, C + 16, ROWS, COLUMNS)
+                          dshift_b_ptr, terms_ptr, R2, WIDE, ROWS, COLUMNS, 1, RUN)  # fmt: skip
+    if not MERGED:
+        split(task, product_ptr + (R2 + C + 8) * (C + 16), D_ptr, d_ptr, L2, C, C + 16, ROWS, COLUMNS)
+
+
+@triton.jit
+def factor_gradients(
+    merged_ptr, bias_ptr, B_ptr, D_ptr, d_ptr, dB_ptr, db_ptr, dD_ptr, dd_ptr, C: tl.constexpr, R2: tl.constexpr,
+    L2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """From the gradient W of `B [D | d] + [0 | b]` to those of its parts: `W [D | d]'`, W's last column and `B' W`."""
+    task = tl.program_id(0)
+    across: tl.constexpr = -(-L2 // COLUMNS)
+    programs: tl.constexpr = -(-R2 // ROWS) * across
+    if task < programs:
+        r = columns(task // across * ROWS, ROWS)
+        i = columns(task % across * COLUMNS, COLUMNS)
+        grad = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, C + 1, DEPTH):
+            j = columns(start, DEPTH)
+            left, right = load_both(merged_ptr, bias_ptr, r, j, R2, C), load_both(D_ptr, d_ptr, i, j, L2, C)
+            grad = tl.dot(left, tl.trans(right), grad, input_precision="tf32x3")
+        store_tile(dB_ptr, r, i, grad, R2, L2, L2)
+        if task % across == 0:
+            store_vector(db_ptr, r, load_vector(bias_ptr, r, R2), R2)
+    else:
+        task -= programs
+        wide: tl.constexpr = C // COLUMNS + 1
+        tall = columns(task // wide * ROWS, ROWS)
+        j = columns(task % wide * COLUMNS, COLUMNS)
+        grad = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for start in range(0, R2, DEPTH):
+            r = columns(start, DEPTH)
+            left, right = load_tile(B_ptr, r, tall, R2, L2, L2), load_both(merged_ptr, bias_ptr, r, j, R2, C)
+            grad = tl.dot(tl.trans(left), right, grad, input_precision="tf32x3")
+        store_both(dD_ptr, dd_ptr, tall, j, grad, L2, C)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels.block_sizes import Merged, Prepared, Sizes
+from multilinear.kernels.block_sizes import Prepared, Roots, Sizes
 from multilinear.kernels.hopper_plans import (
     BACK,
     FIRST,
@@ -70,7 +70,7 @@ def plan_for(s: Sizes, save: bool) -> Plan | None:
 
 @lru_cache
 def plan_merged(s: Sizes) -> OneProduct | None:
-    """The same for inference with the matrices of the second branch as one."""
+    """The same with the matrices of the second branch as one, forward and back."""
     return MERGED.get((s.channels, s.low2)) if _known(s) else None
 
 
@@ -210,20 +210,45 @@ def mu2(
     )  # fmt: skip
 
 
-def mu2_merged(x: Tensor, out: Tensor, ready: Prepared, merged: Merged, plan: OneProduct, eps: float) -> None:
-    """What `mu2` does for inference."""
+def mu2_merged(
+    x: Tensor, out: Tensor, keep: Tensor | None, n: Tensor, stats: Tensor, ready: Prepared, roots: Roots | None,
+    s: Sizes, forms: int, eps: float, save: bool,
+) -> None:  # fmt: skip
+    """What `mu2` does, with merged branches; `save` for training, and roots for inference if there are any."""
     from multilinear.kernels import hopper_merged
 
-    channels, rank = ready.C2.shape
-    rows = x.numel() // channels
+    plan = MERGED[s.channels, s.low2]
+    rows, tokens = x.numel() // s.channels, x.shape[-3] * x.shape[-2]
+    groups = triton.cdiv(rows, 64 * 2)
+    registers, limit = REGISTERS[2]
+    form, linear = roots or (ready.stack, ready.vectors[forms:])
+    launch(
+        hopper_merged.mu2_merged, min(groups, _processors(x.device)),
+        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(n if save else ready.C2, 64, 64),
+        _tiles(ready.A2, 128, 64), _tiles(ready.A2, 128, 16), _tiles(ready.C2, 64, 64), _tiles(form, 128, 64),
+        keep, n, stats, ready.vectors, linear, groups, rows, tokens, eps, C=s.channels, R2=s.rank2, GROUPS=2,
+        SLOTS=plan.slots, SLOTS_C=plan.slots_c, ROOTS=roots is not None, TRAIN=save, DROP=keep is not None,
+        REGISTERS=registers, num_warps=4, maxnreg=limit,
+    )  # fmt: skip
+
+
+def mu2_merged_back(
+    grad: Tensor, n: Tensor, stats: Tensor, h: Tensor, PQ: Tensor, dn: Tensor, ready: Prepared, s: Sizes, forms: int
+) -> None:
+    """The way back through that to n: h, what n multiplies in the gradients of both branches, and n's own gradient."""
+    from multilinear.kernels import hopper_merged_back
+
+    plan = MERGED[s.channels, s.low2]
+    rows = len(n)
     groups = triton.cdiv(rows, 64 * 2)
     registers, limit = REGISTERS[2]
     launch(
-        hopper_merged.mu2_merged, min(groups, _processors(x.device)),
-        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(merged.both, 128, 64),
-        _tiles(merged.both, 128, 16), _tiles(ready.C2, 64, 64), _tiles(merged.roots, 128, 64), ready.vectors,
-        merged.linear, groups, eps, C=channels, R2=rank, GROUPS=2, SLOTS=plan.slots, SLOTS_C=plan.slots_c,
-        REGISTERS=registers, num_warps=4, maxnreg=limit,
+        hopper_merged_back.mu2_merged_back, min(groups, _processors(n.device)),
+        _tiles(grad.view(rows, -1), 64, 64), _tiles(n, 64, 64), _tiles(h, 64, 32), _tiles(PQ, 64, 64),
+        _tiles(dn, 64, 64), _tiles(ready.A2, 64, 64), _tiles(ready.A2, 64, 16), _tiles(ready.C2, 64, 32),
+        _tiles(ready.stack, 64, 64), stats, PQ, ready.vectors[forms:], groups, rows, C=s.channels, R2=s.rank2,
+        STRIDE=PQ.stride(0), GROUPS=2, SLOTS=plan.back_slots, SLOTS_C=plan.back_slots_c, REGISTERS=registers,
+        num_warps=4, maxnreg=limit,
     )  # fmt: skip
 
 

@@ -1,9 +1,9 @@
-"""The second Mu-Layer on Hopper for inference, where a low rank of a quarter saves nothing: both of its matrices are
-merged into one, and so each chunk of both branches comes out of a single product, twice as wide, with the same rows.
+"""The second Mu-Layer on Hopper where a low rank of a quarter saves nothing: both of its matrices are merged into one,
+and so each chunk of both branches comes out of a single product, twice as wide, with the same rows.
 
-Variances are sums of squares: of a branch with rows `[A | a]` that of an output is the square of `R [n; 1]` for the
-triangular factor R, of which a third is zero by blocks. The output is added up on top of x,
-divided by what the sum is multiplied with in the end, so that nothing is read twice. All else is as in `hopper_mu2`.
+With frozen weights variances are sums of squares: of a branch with rows `[A | a]` that of an output is the square of
+`R [n; 1]` for the triangular factor R, of which a third is zero by blocks. The output is added up on top of x, divided
+by what the sum is multiplied with in the end, so that nothing is read twice. All else is as in `hopper_mu2`.
 """
 
 from triton.experimental import gluon
@@ -20,8 +20,10 @@ from multilinear.kernels.hopper_parts import (
     operand,
     release,
     row_zeros,
+    rows_layout,
     slot_of,
     start_ring,
+    store_columns,
     sum_rows,
     times,
     zeros,
@@ -30,10 +32,11 @@ from multilinear.kernels.hopper_parts import (
 
 @gluon.jit
 def produce(
-    descs, buffers, bars, groups, C: gl.constexpr, R2: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr
+    descs, buffers, bars, groups, C: gl.constexpr, R2: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
+    ROOTS: gl.constexpr,
 ):  # fmt: skip
-    """Copy the factors, row by row of blocks up to the diagonal, then chunk by chunk both branches and C."""
-    both_desc, extra_desc, c_desc, root_desc = descs[2], descs[3], descs[4], descs[5]
+    """Copy the forms, roots row by row of blocks up to the diagonal, then chunk by chunk both branches and C."""
+    both_desc, extra_desc, c_desc, form_desc = descs[3], descs[4], descs[5], descs[6]
     _, tiles_b, tiles_e, tiles_c, _ = buffers
     full, empty, full_c, empty_c, _ = bars
     P: gl.constexpr = C // 64
@@ -44,10 +47,10 @@ def produce(
         for c in gl.static_range(P):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), (P - c) * 128 * 128)
-            for k in gl.static_range(c, P):
+            mbarrier.expect(full.index(slot), (P - c if ROOTS else P) * 128 * 128)
+            for k in gl.static_range(c if ROOTS else 0, P):
                 tma.async_copy_global_to_shared(
-                    root_desc, [128 * c, 64 * k], full.index(slot), tiles_b.index(slot * P + k)
+                    form_desc, [128 * c, 64 * k], full.index(slot), tiles_b.index(slot * P + k)
                 )
             item += 1
         for i in range(R2 // 64):
@@ -72,10 +75,13 @@ def produce(
 
 
 @gluon.jit
-def product_of(x, kind: gl.constexpr):
-    """Of both branches of a chunk."""
-    left, right = halves(x)
-    return (left * right).to(kind)
+def product_of(x, on, kind: gl.constexpr, DROP: gl.constexpr):
+    """Of both branches of a chunk, which stand in turns of 32; zero for tokens that are dropped."""
+    left, right = halves(x, 2)
+    if DROP:
+        return (left * right * on[:, None]).to(kind)
+    else:
+        return (left * right).to(kind)
 
 
 @gluon.jit
@@ -111,13 +117,14 @@ def load_normed(tiles, place, vectors_ptr, eps, C: gl.constexpr, kind: gl.conste
 
 @gluon.jit
 def consume(
-    which: gl.constexpr, descs, buffers, bars, pointers, groups, eps,
+    which: gl.constexpr, descs, buffers, bars, pointers, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
+    ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    x_desc, out_desc = descs[0], descs[1]
+    x_desc, out_desc, n_desc = descs[0], descs[1], descs[2]
     tiles_x, tiles_b, tiles_e, tiles_c, tiles_o = buffers
     full, empty, full_c, empty_c, full_x = bars
-    vectors_ptr, linear_ptr = pointers
+    keep_ptr, n_ptr, stats_ptr, vectors_ptr, linear_ptr = pointers
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
     item = 0
@@ -133,32 +140,52 @@ def consume(
         ns = ()
         for k in gl.static_range(P):
             ns = ns + (tiles_x.index(which * P + k),)
+        if TRAIN:
+            gl.thread_barrier()  # all have written, and said so to the copies
+            for k in gl.static_range(P):
+                tma.async_copy_shared_to_global(n_desc, [row, 64 * k], ns[k])
         form_a = row_zeros() + gl.load(linear_ptr + 2 * C)
         form_b = row_zeros() + gl.load(linear_ptr + 2 * C + 1)
         for c in gl.static_range(P):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)
             part = zeros(128)
-            for k in gl.static_range(c, P):
-                part = times(ns[k], tiles_b.index(slot * P + k), part, k == c)
+            for k in gl.static_range(c if ROOTS else 0, P):
+                part = times(ns[k], tiles_b.index(slot * P + k), part, k == (c if ROOTS else 0))
             part = warpgroup_mma_wait(0, deps=[part])
             release(empty, slot, False)
             item += 1
             part = part + across(linear_ptr, 128 * c, 128, 2 * C)
-            square_a, square_b = halves(part * part)
-            form_a += sum_rows(square_a)
-            form_b += sum_rows(square_b)
-        scale_a = gl.rsqrt(form_a / R2 + eps)
-        scale_b = gl.rsqrt(form_b / R2 + eps)
+            if ROOTS:
+                part_a, part_b = halves(part * part)
+            else:
+                n = ns[c].load(accumulator(64)).to(gl.float32)
+                part_a, part_b = halves(part)
+                part_a, part_b = part_a * n, part_b * n
+            form_a += sum_rows(part_a)
+            form_b += sum_rows(part_b)
+        scale_a = gl.rsqrt(gl.maximum(form_a, 0.0) / R2 + eps)
+        scale_b = gl.rsqrt(gl.maximum(form_b, 0.0) / R2 + eps)
         both = scale_a * scale_b
         extra = (extras(scale_a, 0, 16, kind) + extras(scale_b, 5, 16, kind)).to(kind)
+        index = row + gl.arange(0, 64, layout=rows_layout())
+        keep = row_zeros() + 1.0
+        if DROP:
+            keep = gl.load(keep_ptr + index // tokens, mask=index < rows, other=0.0)
+        if TRAIN:
+            gl.store(stats_ptr + index * 3, scale_a, mask=index < rows)
+            gl.store(stats_ptr + index * 3 + 1, scale_b, mask=index < rows)
+            gl.store(stats_ptr + index * 3 + 2, both * keep, mask=index < rows)
+            store_columns(n_ptr, row, rows, C, extra, 16, C + 16, C + 16)
+        on = gl.where(keep == 0.0, 0.0, 1.0)
+        both = both * gl.where(keep == 0.0, 1.0, keep)  # x is divided by it, which is added up with nothing if dropped
         extra = gl.convert_layout(extra, operand())
         slot, phase = slot_of(item, SLOTS, False)
         mbarrier.wait(full.index(slot), phase)
         chunk = warpgroup_mma_wait(0, deps=[both_branches(ns, extra, tiles_b, tiles_e, slot, P)])
         release(empty, slot, False)
         item += 1
-        h = gl.convert_layout(product_of(chunk, kind), operand())
+        h = gl.convert_layout(product_of(chunk, on, kind, DROP), operand())
         ys = ()
         for k in gl.static_range(P):  # the output is added to x, which is so out of the way
             ys = ys + (xs[k].to(gl.float32) / both[:, None],)
@@ -172,11 +199,13 @@ def consume(
             chunk = warpgroup_mma_wait(P, deps=[chunk])
             release(empty, slot, False)
             item += 1
-            product = product_of(chunk, kind)
+            product = product_of(chunk, on, kind, DROP)
             ys = finished(ys, h, P)
             release(empty_c, slot_c, False)
             item_c += 1
             h = gl.convert_layout(product, operand())
+        if TRAIN:
+            tma.store_wait(0)
         gl.thread_barrier()  # nothing reads n any more
         ahead = group + gl.num_programs(0)
         if ahead < groups:
@@ -189,7 +218,8 @@ def consume(
         for k in gl.static_range(P):
             tma.store_wait(0)
             gl.thread_barrier()  # the piece before has left
-            tile_o.store((ys[k] * both[:, None] + across(vectors_ptr + 3 * C, 64 * k, 64, C)).to(kind))
+            bias = across(vectors_ptr + 3 * C, 64 * k, 64, C)
+            tile_o.store((ys[k] * both[:, None] + keep[:, None] * bias).to(kind))
             fence_async_shared()
             gl.thread_barrier()
             tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tile_o)
@@ -200,11 +230,12 @@ def consume(
 
 @gluon.jit
 def mu2_merged(
-    x_desc, out_desc, both_desc, extra_desc, c_desc, root_desc, vectors_ptr, linear_ptr, groups, eps,
+    x_desc, out_desc, n_desc, both_desc, extra_desc, c_desc, form_desc, keep_ptr, n_ptr, stats_ptr, vectors_ptr,
+    linear_ptr, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """x plus the second Mu-Layer of norm(x)."""
+    """x plus the second Mu-Layer of norm(x); in training also what its branches read, n next to the extras."""
     P: gl.constexpr = C // 64
     gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = x_desc.dtype
@@ -223,12 +254,14 @@ def mu2_merged(
     for i in gl.static_range(GROUPS):
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()
-    descs = (x_desc, out_desc, both_desc, extra_desc, c_desc, root_desc)
+    descs = (x_desc, out_desc, n_desc, both_desc, extra_desc, c_desc, form_desc)
     buffers = (tiles_x, tiles_b, tiles_e, tiles_c, tiles_o)
     bars = (full, empty, full_c, empty_c, full_x)
-    pointers = (vectors_ptr, linear_ptr)
+    pointers = (keep_ptr, n_ptr, stats_ptr, vectors_ptr, linear_ptr)
     gl.warp_specialize([
-        (consume, (0, descs, buffers, bars, pointers, groups, eps, C, R2, GROUPS, SLOTS, SLOTS_C)),
-        (consume, (1, descs, buffers, bars, pointers, groups, eps, C, R2, GROUPS, SLOTS, SLOTS_C)),
-        (produce, (descs, buffers, bars, groups, C, R2, SLOTS, SLOTS_C)),
+        (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, GROUPS, SLOTS, SLOTS_C,
+                   ROOTS, TRAIN, DROP)),
+        (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, GROUPS, SLOTS, SLOTS_C,
+                   ROOTS, TRAIN, DROP)),
+        (produce, (descs, buffers, bars, groups, C, R2, SLOTS, SLOTS_C, ROOTS)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

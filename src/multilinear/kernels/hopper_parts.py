@@ -120,11 +120,21 @@ def times_columns(left, right, out, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def halves(x):
-    """128 columns in two pieces of 64, as all else is held: the same registers."""
-    left, right = x.reshape([64, 2, 64]).permute((0, 2, 1)).split()
-    layout: gl.constexpr = accumulator(64)
+def halves(x, RUNS: gl.constexpr = 1):
+    """Both halves of a tile's columns, or of each of so many runs of them: the same registers."""
+    WIDTH: gl.constexpr = x.shape[1] // 2
+    parts = x.reshape([64, RUNS, 2, WIDTH // RUNS]).permute((0, 1, 3, 2))
+    left, right = parts.reshape([64, WIDTH, 2]).split()
+    layout: gl.constexpr = accumulator(WIDTH)
     return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+
+
+@gluon.jit
+def side_by_side(left, right):
+    """The other way round."""
+    WIDTH: gl.constexpr = 2 * left.shape[1]
+    both = gl.join(left, right).permute((0, 2, 1)).reshape([64, WIDTH])
+    return gl.convert_layout(both, accumulator(WIDTH), assert_trivial=True)
 
 
 @gluon.jit

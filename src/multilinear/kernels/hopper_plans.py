@@ -30,28 +30,28 @@ FORWARD = {
     (64, 24): Plan(64, 3, 6, 3, staged=False, spare=True),
     (128, 48): Plan(64, 2, 4, 2, staged=False, spare=True),
     (192, 72): Plan(64, 2, 3, 2),
-    (192, 144): Plan(32, 2, 4, 3, spare=True),
     (256, 96): Plan(32, 2, 3, 3, staged_low=True),
 }
 BACK = {
     (64, 24): Plan(64, 2, 6, 3, whole=True),
     (128, 48): Plan(64, 2, 2, 2),
     (192, 72): Plan(32, 2, 3, 2),
-    (192, 144): Plan(32, 2, 2, 1),
     (256, 96): Plan(32, 1, 3, 3),
 }
 
 
 class OneProduct(NamedTuple):
-    """The same for inference with the second branch's two matrices as one: chunks of both branches, and of C, that are
-    kept."""
+    """The same with the second branch's two matrices as one: chunks of both branches, and of C, that are kept; forward
+    of 64 hidden channels, back of 32."""
 
     slots: int
     slots_c: int
+    back_slots: int
+    back_slots_c: int
 
 
 # By channels and low rank, where one matrix has no more entries than two.
-MERGED = {(192, 144): OneProduct(2, 2)}
+MERGED = {(192, 144): OneProduct(2, 2, 3, 2)}
 
 
 class First(NamedTuple):

@@ -24,9 +24,9 @@ def launch(kernel: Any, programs: int, *inputs: Any, **constants: Any) -> None:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """What `kernels.compile_together` does."""
+    """What `kernels.compile_together` does. A kernel that cannot be compiled says so where it is used."""
     global _compiling
-    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads):
+    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
         _compiling = contextvars.copy_context()
         try:
             yield
