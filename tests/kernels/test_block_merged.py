@@ -67,12 +67,11 @@ def back_in_plain_code(grad, n, stats, h, PQ, dn, ready, s, forms):
     shifts += torch.stack([products[0, :, s.channels + 4], products[1, :, s.channels + 9]], 1)
     taken = (shifts - scales * (inner * first * second).sum(1, keepdim=True)) * scales / s.rank2
     normed = n[:, : s.channels]
-    PQ[:, 2 * s.rank2 :].copy_(
-        torch.cat([taken[:, :1] * normed, taken[:, 1:] * normed, taken, torch.zeros(len(n), 6)], 1)
-    )
+    PQ[:, 2 * s.rank2 :] = torch.cat([taken[:, :1] * normed, taken[:, 1:] * normed], 1)
     linear = in_turns(ready.vectors[forms:][: 2 * s.channels], 64)
     forms_of_n = normed @ in_turns(ready.stack, 64) + linear[:, None] / 2
     dn.copy_(products[..., : s.channels].sum(0) + (taken.T[..., None] * forms_of_n).sum(0))
+    return torch.stack([part.sum(0) for part in taken.chunk(3)])
 
 
 @contextmanager

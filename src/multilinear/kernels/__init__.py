@@ -161,7 +161,7 @@ def block_serves(rows: int, channels: int, ranks: tuple[int, int], lows: tuple[i
     sizes = Sizes(channels, ranks[0], lows[0], ranks[1], lows[1])
     widest = max(sizes.rank2 + channels + sizes.low2 + 8, sizes.rank1 + sizes.low1 + 8)
     if plan_merged(sizes) is not None:
-        widest = 2 * (sizes.rank2 + channels) + 8
+        widest = 2 * (sizes.rank2 + channels)
     return sizes.served() and rows * widest < 2**31  # places in memory are numbers of 32 bits
 
 

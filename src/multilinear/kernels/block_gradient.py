@@ -95,7 +95,7 @@ def _second_layer(
 
     def parameters() -> None:
         _product(grad.view(rows, channels), h, found["mu2.C.weight"])
-        _second_gradients(_product(P, n), _product(Q, d), terms, named, found, ready, s)
+        _second_gradients(_product(P, n), _product(Q, d), None, terms, named, found, ready, s)
 
     return out, sums, terms, _beside(parameters, mid.device)
 
@@ -106,8 +106,8 @@ def _merged_layer(
 ) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:  # fmt: skip
     """The same with merged branches, whose gradients are next to each other and go on to n at once."""
     rows, rank, channels = mid.numel() // s.channels, s.rank2, s.channels
-    h, PQ, dn = (mid.new_empty(rows, width) for width in (rank, 2 * (rank + channels) + 8, channels))
-    hopper.mu2_merged_back(grad, n, stats, h, PQ, dn, ready, s, offsets(s).forms)
+    h, PQ, dn = (mid.new_empty(rows, width) for width in (rank, 2 * (rank + channels), channels))
+    ends = hopper.mu2_merged_back(grad, n, stats, h, PQ, dn, ready, s, offsets(s).forms)
     out, sums = _through_shared_norm(dn, mid, grad, keep, ready, s, eps)
     terms = sums.new_empty(rank)
 
@@ -115,7 +115,7 @@ def _merged_layer(
         _product(grad.view(rows, channels), h, found["mu2.C.weight"])
         matrix, bias = sums.new_empty(rank, channels), sums.new_empty(rank)
         product, merged = _product(PQ, n), {"mu2.B.weight": matrix, "mu2.B.bias": bias}
-        _second_gradients(product, product, terms, named, found | merged, ready, s)
+        _second_gradients(product, product, ends, terms, named, found | merged, ready, s)
         kernel, tall, wide = block_weights_back.factor_gradients, 64, 32
         programs = triton.cdiv(rank, tall) * triton.cdiv(s.low2, wide)
         programs += triton.cdiv(s.low2, tall) * triton.cdiv(channels + 1, wide)
@@ -130,18 +130,21 @@ def _merged_layer(
 
 
 def _second_gradients(
-    product: Tensor, low_product: Tensor, terms: Tensor, named: Named, found: Named, ready: Prepared, s: Sizes
-) -> None:
+    product: Tensor, low_product: Tensor, ends: Tensor | None, terms: Tensor, named: Named, found: Named,
+    ready: Prepared, s: Sizes,
+) -> None:  # fmt: skip
     """What gradients of the second Mu-Layer are found in products over all tokens."""
     kernel = block_weights_back.second_gradients
     tall, wide = 64, 32
     across, low_across = (triton.cdiv(len(matrix[0]), wide) for matrix in (ready.first, ready.second))
     programs = triton.cdiv(s.rank2, tall) * (across + low_across + 2) + triton.cdiv(s.low2, tall) * across
+    lines = 0 if ends is None else len(ends)
     launch(
         kernel, programs,
-        product, low_product, ready.first, ready.second, *(named[name] for name in SECOND_READS),
+        product, low_product, ends, lines, ready.first, ready.second, *(named[name] for name in SECOND_READS),
         *(found[name] for name in SECOND_WRITES), terms, **constants(s, kernel.arg_names), MERGED=ready.merged,
-        ROWS=tall, COLUMNS=wide, DEPTH=64, ALL=min(256, triton.next_power_of_2(s.rank2)), num_warps=4,
+        LINES=triton.next_power_of_2(lines), ROWS=tall, COLUMNS=wide, DEPTH=64,
+        ALL=min(256, triton.next_power_of_2(s.rank2)), num_warps=4,
     )  # fmt: skip
 
 

@@ -34,16 +34,25 @@ def split(
 
 
 @triton.jit
+def load_taken(product_ptr, first, end, k, j, W: tl.constexpr):
+    """Entries (k, j) of `K = [n | 1]' diag(k) [n | 1]`, from the rows of its products that n made, from `first` on, and
+    the sum of k: the row that the ones make is the last column, as it is symmetric."""
+    k, j = k[:, None], j[None, :]
+    place = tl.where(k < W, (first + k) * (W + 16) + j, (first + j) * (W + 16) + W)
+    taken = tl.load(product_ptr + place, mask=(k <= W) & (j <= W) & (k + j < 2 * W), other=0.0)
+    return tl.where((k == W) & (j == W), end, taken)
+
+
+@triton.jit
 def through_norm(
-    task, product_ptr, centred_ptr, scale_ptr, alpha, weight_ptr, bias_ptr, R: tl.constexpr, W: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ALL: tl.constexpr, PLACE: tl.constexpr,
-    RUN: tl.constexpr,
+    task, product_ptr, ends_ptr, lines, centred_ptr, scale_ptr, alpha, weight_ptr, bias_ptr, R: tl.constexpr,
+    W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, ALL: tl.constexpr,
+    PLACE: tl.constexpr, RUN: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a centred matrix and its bias: of the products of gradients before the norm with its input the
-    scaled and centred ones, and the matrix times those of what the norm takes from them. These follow the others, last
-    the one with the bias; in turns with another branch first both, then both last ones."""
+    scaled and centred ones, and the matrix times those of what the norm takes from them. These follow the others; in
+    turns with another branch without the last one, for which there are parts of a sum."""
     height: tl.constexpr = R if RUN == 0 else 2 * R
-    last: tl.constexpr = R + W if RUN == 0 else 2 * (R + W) + PLACE
     across: tl.constexpr = W // COLUMNS + 1
     programs: tl.constexpr = -(-R // ROWS) * across
     if (task >= 0) & (task < programs):
@@ -59,8 +68,12 @@ def through_norm(
         grad = (grad - mean[None, :]) * alpha
         for start in range(0, W + 1, DEPTH):
             k = columns(start, DEPTH)
-            row = tl.where(k < W, height + (0 if RUN == 0 else PLACE * W) + k, last)
-            taken = load_tile(product_ptr, tl.where(k <= W, row, last + 1), j, last + 1, W + 1, W + 16)
+            if RUN == 0:
+                taken = load_tile(product_ptr + R * (W + 16), k, j, W + 1, W + 1, W + 16)
+            else:
+                line = tl.arange(0, LINES)
+                end = tl.sum(tl.load(ends_ptr + 2 * line + PLACE, mask=line < lines, other=0.0), 0)
+                taken = load_taken(product_ptr, height + PLACE * W, end, k, j, W)
             grad = tl.dot(load_tile(centred_ptr, r, k, R, W + 1, W + 1), taken, grad, input_precision="tf32x3")
         store_both(weight_ptr, bias_ptr, r, j, grad, R, W)
     return task - programs
@@ -96,10 +109,11 @@ def norm_gradients(
 
 @triton.jit
 def second_gradients(
-    product_ptr, low_product_ptr, first_ptr, second_ptr, scale_a_ptr, scale_b_ptr, shift_b_ptr, alpha_ptr,
-    A_ptr, a_ptr, D_ptr, d_ptr, B_ptr, b_ptr, dscale_a_ptr, dshift_a_ptr, dscale_b_ptr, dshift_b_ptr, terms_ptr,
+    product_ptr, low_product_ptr, ends_ptr, lines, first_ptr, second_ptr, scale_a_ptr, scale_b_ptr, shift_b_ptr,
+    alpha_ptr, A_ptr, a_ptr, D_ptr, d_ptr, B_ptr, b_ptr, dscale_a_ptr, dshift_a_ptr, dscale_b_ptr, dshift_b_ptr,
+    terms_ptr,
     C: tl.constexpr, R2: tl.constexpr, L2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, ALL: tl.constexpr, MERGED: tl.constexpr,
+    DEPTH: tl.constexpr, ALL: tl.constexpr, MERGED: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """From the products of P with n and of Q with d to the gradients of the second Mu-Layer; and the terms whose
     sum is that of alpha. With merged branches both products are one, B is both matrices, and D is left out."""
@@ -107,10 +121,10 @@ def second_gradients(
     WIDE: tl.constexpr = C if MERGED else L2
     alpha = tl.load(alpha_ptr).to(tl.float32)
     task = tl.program_id(0)
-    task = through_norm(task, product_ptr, first_ptr, scale_a_ptr, 1.0, A_ptr, a_ptr, R2, C, ROWS, COLUMNS, DEPTH, ALL,
-                        0, RUN)  # fmt: skip
-    task = through_norm(task, low_product_ptr, second_ptr, scale_b_ptr, alpha, B_ptr, b_ptr, R2, WIDE, ROWS, COLUMNS,
-                        DEPTH, ALL, 1, RUN)  # fmt: skip
+    task = through_norm(task, product_ptr, ends_ptr, lines, first_ptr, scale_a_ptr, 1.0, A_ptr, a_ptr, R2, C, ROWS,
+                        COLUMNS, DEPTH, ALL, 0, RUN, LINES)  # fmt: skip
+    task = through_norm(task, low_product_ptr, ends_ptr, lines, second_ptr, scale_b_ptr, alpha, B_ptr, b_ptr, R2, WIDE,
+                        ROWS, COLUMNS, DEPTH, ALL, 1, RUN, LINES)  # fmt: skip
     task = norm_gradients(task, product_ptr, first_ptr, None, None, 1.0, dscale_a_ptr, dshift_a_ptr, None, R2, C, ROWS,
                           COLUMNS, 0, RUN)  # fmt: skip
     task = norm_gradients(task, low_product_ptr, second_ptr, scale_b_ptr, shift_b_ptr, alpha, dscale_b_ptr,

@@ -234,22 +234,25 @@ def mu2_merged(
 
 def mu2_merged_back(
     grad: Tensor, n: Tensor, stats: Tensor, h: Tensor, PQ: Tensor, dn: Tensor, ready: Prepared, s: Sizes, forms: int
-) -> None:
-    """The way back through that to n: h, what n multiplies in the gradients of both branches, and n's own gradient."""
+) -> Tensor:
+    """The way back through that to n: h, what n multiplies in the gradients of both branches, and n's own gradient.
+    Parts of the sums of the numbers that multiply n in the last columns."""
     from multilinear.kernels import hopper_merged_back
 
     plan = MERGED[s.channels, s.low2]
     rows = len(n)
     groups = triton.cdiv(rows, 64 * 2)
+    programs = min(groups, _processors(n.device))
     registers, limit = REGISTERS[2]
+    ends = stats.new_empty(2 * programs, 2)
     launch(
-        hopper_merged_back.mu2_merged_back, min(groups, _processors(n.device)),
+        hopper_merged_back.mu2_merged_back, programs,
         _tiles(grad.view(rows, -1), 64, 64), _tiles(n, 64, 64), _tiles(h, 64, 32), _tiles(PQ, 64, 64),
         _tiles(dn, 64, 64), _tiles(ready.A2, 64, 64), _tiles(ready.A2, 64, 16), _tiles(ready.C2, 64, 32),
-        _tiles(ready.stack, 64, 64), stats, PQ, ready.vectors[forms:], groups, rows, C=s.channels, R2=s.rank2,
-        STRIDE=PQ.stride(0), GROUPS=2, SLOTS=plan.back_slots, SLOTS_C=plan.back_slots_c, REGISTERS=registers,
-        num_warps=4, maxnreg=limit,
+        _tiles(ready.stack, 64, 64), stats, ends, ready.vectors[forms:], groups, rows, C=s.channels, R2=s.rank2,
+        GROUPS=2, SLOTS=plan.back_slots, SLOTS_C=plan.back_slots_c, REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
+    return ends
 
 
 def mu2_back(

@@ -18,11 +18,11 @@ from multilinear.kernels.hopper_parts import (
     halves,
     operand,
     release,
+    row_zeros,
     rows_layout,
     side_by_side,
     slot_of,
     start_ring,
-    store_columns,
     sum_rows,
     times,
     times_columns,
@@ -125,14 +125,13 @@ def add_gradients(dns, shift, pq, weights, slot, P: gl.constexpr):
 @gluon.jit
 def consume(
     which: gl.constexpr, descs, buffers, weights, bars, pointers, groups, rows,
-    C: gl.constexpr, R2: gl.constexpr, STRIDE: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr,
-    SLOTS_C: gl.constexpr,
+    C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
 ):  # fmt: skip
     grad_desc, n_desc, h_desc, pq_desc, dn_desc = descs
     tiles_g, tiles_n, tiles_h, tiles_pq = buffers
     empty, empty_c = bars[1], bars[3]
     bar_g, bar_n = bars[4].index(which), bars[5].index(which)
-    stats_ptr, pq_ptr, linear_ptr = pointers
+    stats_ptr, ends_ptr, linear_ptr = pointers
     P: gl.constexpr = C // 64
     kind: gl.constexpr = n_desc.dtype
     item = 0
@@ -140,6 +139,8 @@ def consume(
     turn = 0
     group = gl.program_id(0)
     h_tile, pq_tile = tiles_h.index(which), tiles_pq.index(which)
+    end_a = row_zeros()
+    end_b = row_zeros()
     fetch(n_desc, (group * GROUPS + which) * 64, bar_n, tiles_n, which * P, C)
     while group < groups:
         row = (group * GROUPS + which) * 64
@@ -194,9 +195,8 @@ def consume(
         for k in gl.static_range(P):
             tma.async_copy_shared_to_global(pq_desc, [row, 2 * R2 + 64 * k], tiles_g.index(which * P + k))
             tma.async_copy_shared_to_global(pq_desc, [row, 2 * R2 + C + 64 * k], tiles_n.index(which * P + k))
-        j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
-        ends = gl.where(j == 0, along(k_a, 16), gl.where(j == 1, along(k_b, 16), 0.0)).to(kind)
-        store_columns(pq_ptr, row, rows, 2 * (R2 + C), ends, 16, STRIDE, STRIDE)
+        end_a += k_a
+        end_b += k_b
         for c in gl.static_range(2 * P):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(bars[0].index(slot), phase)
@@ -225,18 +225,22 @@ def consume(
             tma.async_copy_shared_to_global(dn_desc, [row, 64 * k], tiles_g.index(which * P + k))
         turn += 1
         group = ahead
+    line = ends_ptr + (gl.program_id(0) * GROUPS + which) * 2
+    gl.store(line, gl.sum(end_a, 0))
+    gl.store(line + 1, gl.sum(end_b, 0))
     tma.store_wait(0)
 
 
 @gluon.jit
 def mu2_merged_back(
     grad_desc, n_desc, h_desc, pq_desc, dn_desc, both_desc, extra_desc, c_desc, form_desc,
-    stats_ptr, pq_ptr, linear_ptr, groups, rows,
-    C: gl.constexpr, R2: gl.constexpr, STRIDE: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr,
-    SLOTS_C: gl.constexpr, REGISTERS: gl.constexpr,
+    stats_ptr, ends_ptr, linear_ptr, groups, rows,
+    C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """From the gradient of the output: the product h of both branches; their gradients P and Q, 32 columns of each in
-    turns, and after them n with each row multiplied, once for each branch, and those numbers; and the gradient of n."""
+    turns, and after them n with each row multiplied, once for each branch; sums of those numbers, a line for each group
+    of each program; and the gradient of n."""
     P: gl.constexpr = C // 64
     gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = n_desc.dtype
@@ -264,9 +268,9 @@ def mu2_merged_back(
     buffers = (tiles_g, tiles_n, tiles_h, tiles_pq)
     weights = (tiles_b, tiles_e, tiles_c)
     bars = (full, empty, full_c, empty_c, full_g, full_n)
-    pointers = (stats_ptr, pq_ptr, linear_ptr)
+    pointers = (stats_ptr, ends_ptr, linear_ptr)
     gl.warp_specialize([
-        (consume, (0, descs, buffers, weights, bars, pointers, groups, rows, C, R2, STRIDE, GROUPS, SLOTS, SLOTS_C)),
-        (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, C, R2, STRIDE, GROUPS, SLOTS, SLOTS_C)),
+        (consume, (0, descs, buffers, weights, bars, pointers, groups, rows, C, R2, GROUPS, SLOTS, SLOTS_C)),
+        (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, C, R2, GROUPS, SLOTS, SLOTS_C)),
         (produce, (sources, weights, bars, groups, C, R2, SLOTS, SLOTS_C)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip
