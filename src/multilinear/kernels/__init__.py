@@ -155,11 +155,11 @@ def block_serves(rows: int, channels: int, ranks: tuple[int, int], lows: tuple[i
     >>> callable(block_serves)
     True
     """
-    from multilinear.kernels.block_sizes import Sizes
+    from multilinear.kernels.block_sizes import Sizes, align
     from multilinear.kernels.hopper import plan_merged
 
     sizes = Sizes(channels, ranks[0], lows[0], ranks[1], lows[1])
-    widest = max(sizes.rank2 + channels + sizes.low2 + 8, sizes.rank1 + sizes.low1 + 8)
+    widest = max(align(sizes.rank2 + channels + sizes.low2 + 8, 32), sizes.rank1 + sizes.low1 + 8)
     if plan_merged(sizes) is not None:
         widest = 2 * (sizes.rank2 + channels)
     return sizes.served() and rows * widest < 2**31  # places in memory are numbers of 32 bits

@@ -72,7 +72,9 @@ def _second_layer(
         return _merged_layer(grad, mid, n, stats, keep, named, found, ready, s, eps)
     rows, rank, channels, low = mid.numel() // s.channels, s.rank2, s.channels, s.low2
     fixed = constants(s, block_backward.mu2_back.arg_names)
-    h, P, Q = (mid.new_empty(rows, width) for width in (rank, fixed["SP"], fixed["SQ"]))
+    # a product over all tokens is faster with whole tiles; its rows for the columns past the last of P are not read
+    h, wide, Q = (mid.new_empty(rows, width) for width in (rank, fixed["SP"], fixed["SQ"]))
+    P = wide[:, : len(ready.stack)]
     plan = hopper.plan_back(s) if mid.is_cuda else None
     if plan is not None:
         out, sums = hopper.mu2_back(grad, mid, n, d, stats, keep, h, P, Q, ready, s, plan, offsets(s).forms, eps)
@@ -95,7 +97,7 @@ def _second_layer(
 
     def parameters() -> None:
         _product(grad.view(rows, channels), h, found["mu2.C.weight"])
-        _second_gradients(_product(P, n), _product(Q, d), None, terms, named, found, ready, s)
+        _second_gradients(_product(wide, n), _product(Q, d), None, terms, named, found, ready, s)
 
     return out, sums, terms, _beside(parameters, mid.device)
 

@@ -39,9 +39,9 @@ def parts(width: int) -> tuple[int, int]:
     return first, 0 if rest <= 0 else max(16, triton.next_power_of_2(rest))
 
 
-def align(width: int) -> int:
+def align(width: int, unit: int = 8) -> int:
     """Rows of 16 bytes or a multiple, so that they load at once."""
-    return -(-width // 8) * 8
+    return -(-width // unit) * unit
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -189,5 +189,5 @@ def _constants(s: Sizes) -> dict[str, int]:
         "P20": low[0], "P21": low[1], "X20": parts(s.low2 + 16)[0], "X21": parts(s.low2 + 16)[1],
         "U": s.rank1 + s.low1, "US": align(s.rank1 + s.low1), "MU1": place.mu1, "FORMS": place.forms,
         "BIAS": place.bias, "V1": chunk(s.rank1 // 4, 8), "VL1": chunk(s.low1 // 4, 8),
-        "SP": s.rank2 + s.channels + 8 + s.low2, "SQ": s.rank2 + s.low2 + 8, "SD1": align(s.low1 + 1),
+        "SP": align(s.rank2 + s.channels + 8 + s.low2, 32), "SQ": s.rank2 + s.low2 + 8, "SD1": align(s.low1 + 1),
     }  # fmt: skip
