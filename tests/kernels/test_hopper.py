@@ -1,5 +1,7 @@
 """Which blocks the Hopper kernels take, and what they are launched with; what they compute is tested on a GPU."""
 
+import inspect
+
 import pytest
 import triton
 from hypothesis import given
@@ -137,3 +139,12 @@ def test_other_versions_of_triton_take_the_other_kernels(monkeypatch, version):
     assert hopper.plan_first_back(sizes, 784, 28, 28, keep_border=True) is None
     assert hopper.plan_lift_back(sizes, 784, 28, 28, keep_border=True) is None
     assert hopper.plan_merged(block(192, 4)) is None
+
+
+@pytest.mark.parametrize("name", ["load_tile", "store_tile", "load_each", "meet", "reinterpret"])
+def test_names_that_changed_are_those_of_this_triton(name):
+    """One that was given up is still there, takes whatever it is called with and fails."""
+    names = pytest.importorskip("multilinear.kernels.hopper_names")
+    function = getattr(names, name)
+    assert triton.language.core.is_builtin(function)
+    assert all(taken.kind != taken.VAR_POSITIONAL for taken in inspect.signature(function).parameters.values())

@@ -26,7 +26,7 @@ class Kernel:
 def test_a_kernel_runs():
     kernel = Kernel()
     launching.launch(kernel, 3, "x", WIDTH=4)
-    assert kernel.ran == [((3,), ("x",), {"WIDTH": 4})] and not kernel.compiled
+    assert kernel.ran == [((3,), ("x",), {"WIDTH": 4, "enable_fp_fusion": True})] and not kernel.compiled
 
 
 def test_together_kernels_are_only_compiled_also_from_another_thread():
@@ -36,7 +36,8 @@ def test_together_kernels_are_only_compiled_also_from_another_thread():
         thread = threading.Thread(target=launching.launch, args=(kernel, 5, "y"))
         thread.start()
         thread.join()
-    assert kernel.compiled == [((3,), ("x",), {"WIDTH": 4}), ((5,), ("y",), {})] and not kernel.ran
+    assert [(grid, inputs) for grid, inputs, _ in kernel.compiled] == [((3,), ("x",)), ((5,), ("y",))]
+    assert kernel.compiled[0][2]["WIDTH"] == 4 and not kernel.ran
     launching.launch(kernel, 1)
     assert len(kernel.ran) == 1
 

@@ -26,8 +26,8 @@ from multilinear.kernels.hopper_plans import (
 )
 from multilinear.kernels.launch import launch
 
-# Gluon is young and changes; these are the versions of Triton with which the kernels were tried on a GPU.
-VERSIONS = ("3.6.",)
+# Gluon is young and changes (see `hopper_names`); with these versions of Triton the kernels were tried on a GPU.
+VERSIONS = ("3.6.", "3.9.")
 
 
 @lru_cache

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from multilinear.kernels.hopper_back_steps import piece, shift_part, to_input, to_low
+from multilinear.kernels.hopper_names import load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
@@ -46,13 +47,13 @@ def fetch_tokens(
     P: gl.constexpr = C // 64
     mbarrier.expect(bar, (2 * C + 16 + J * P2 + TAIL) * 128)
     for k in gl.static_range(P):
-        tma.async_copy_global_to_shared(n_desc, [row, 64 * k], bar, tiles_n.index(which * P + k))
-        tma.async_copy_global_to_shared(grad_desc, [row, 64 * k], bar, tiles_g.index(which * P + k))
-    tma.async_copy_global_to_shared(extra_desc, [row, C], bar, tiles_e.index(which))
+        load_tile(n_desc, [row, 64 * k], bar, tiles_n.index(which * P + k))
+        load_tile(grad_desc, [row, 64 * k], bar, tiles_g.index(which * P + k))
+    load_tile(extra_desc, [row, C], bar, tiles_e.index(which))
     for q in gl.static_range(P2):
-        tma.async_copy_global_to_shared(d_desc, [row, J * q], bar, tiles_d.index(which * P2 + q))
+        load_tile(d_desc, [row, J * q], bar, tiles_d.index(which * P2 + q))
     if TAIL > 0:
-        tma.async_copy_global_to_shared(tail_desc, [row, J * P2], bar, tiles_t.index(which))
+        load_tile(tail_desc, [row, J * P2], bar, tiles_t.index(which))
 
 
 @gluon.jit
@@ -127,9 +128,9 @@ def consume(
             p_tile.store((grad * second).to(kind))
             q_tile.store((grad * first).to(kind))
             fence_async_shared()
-            tma.async_copy_shared_to_global(h_desc, [row, J * i], h_tile)
-            tma.async_copy_shared_to_global(p_desc, [row, J * i], p_tile)
-            tma.async_copy_shared_to_global(q_desc, [row, J * i], q_tile)
+            store_tile(h_desc, [row, J * i], h_tile)
+            store_tile(p_desc, [row, J * i], p_tile)
+            store_tile(q_desc, [row, J * i], q_tile)
             shift = times_columns(p_tile, weights_e.index(slot), shift, False)
             dds = ()
             for q in gl.static_range(PIECES):
@@ -157,9 +158,9 @@ def consume(
             tile.store(d)
             store_columns(Q_ptr, row, rows, R2 + J * q, d, piece_width(q, P2, J, TAIL), SQ, R2 + L2)
         fence_async_shared()
-        gl.thread_barrier()  # all have written, and said so to the copies
+        meet()  # all have written, and said so to the copies
         for k in gl.static_range(P):
-            tma.async_copy_shared_to_global(last_desc, [row, R2 + 64 * k], tiles_n.index(which * P + k))
+            store_tile(last_desc, [row, R2 + 64 * k], tiles_n.index(which * P + k))
         j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
         store_columns(P_ptr, row, rows, R2 + C, gl.where(j == 0, along(k_a, 16), 0.0).to(kind), 16, SP, R2 + C + 8)
         store_columns(Q_ptr, row, rows, R2 + L2, gl.where(j == 0, along(k_b, 16), 0.0).to(kind), 16, SQ, R2 + L2 + 8)

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from multilinear.kernels.hopper_names import load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
@@ -121,10 +122,10 @@ def to_input(
         item += 1
     # through the norm, with x in place of n
     tma.store_wait(0)
-    gl.thread_barrier()
+    meet()
     mbarrier.expect(bar, C * 128)
     for k in gl.static_range(P):
-        tma.async_copy_global_to_shared(x_desc, [row, 64 * k], bar, tiles_n.index(which * P + k))
+        load_tile(x_desc, [row, 64 * k], bar, tiles_n.index(which * P + k))
     keep = row_zeros() + 1.0
     if DROP:
         keep = gl.load(keep_ptr + index // tokens, mask=index < rows, other=0.0)
@@ -135,7 +136,7 @@ def to_input(
     norm_back(tiles_n, tiles_g, sums, which, fulls, keep, vectors_ptr, eps, C, x_desc.dtype)
     fence_async_shared()
     for k in gl.static_range(P):
-        tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tiles_n.index(which * P + k))
+        store_tile(out_desc, [row, 64 * k], tiles_n.index(which * P + k))
     return item
 
 

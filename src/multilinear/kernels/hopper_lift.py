@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from multilinear.kernels.hopper_names import load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     across,
     fetch,
@@ -43,14 +44,14 @@ def consume(
         other = which * TILES + (turn + 1) % TILES
         mbarrier.wait(full_x.index(mine), (turn // TILES) & 1)
         if TILES == 2:
-            gl.thread_barrier()  # all are done with the other tile
+            meet()  # all are done with the other tile
             fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
         mean, scale = row_norm(tiles_x, mine * P, eps, C)
         ns = ()
         for k in gl.static_range(P):
             ns = ns + (gl.convert_layout(normed(tiles_x, mine * P, mean, scale, vectors_ptr, k, C, kind), operand()),)
         if TILES == 1:
-            gl.thread_barrier()  # all have read it
+            meet()  # all have read it
             fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
         for i in range(P):
             part = zeros(64)
@@ -60,7 +61,7 @@ def consume(
             tma.store_wait(0)
             out.store((part + across(bias_ptr, 64 * i, 64, C)).to(kind))
             fence_async_shared()
-            tma.async_copy_shared_to_global(u_desc, [row, 64 * i], out)
+            store_tile(u_desc, [row, 64 * i], out)
         part = zeros(LOW)
         for k in gl.static_range(P):
             part = times(ns[k], weights_low.index(k), part, k == 0)
@@ -95,8 +96,8 @@ def lift(
     mbarrier.expect(full_w, (C + LOW) * C * 2)
     for k in gl.static_range(P):
         for i in gl.static_range(P):
-            tma.async_copy_global_to_shared(w_desc, [64 * i, 64 * k], full_w, weights.index(i * P + k))
-        tma.async_copy_global_to_shared(low_desc, [C, 64 * k], full_w, weights_low.index(k))
+            load_tile(w_desc, [64 * i, 64 * k], full_w, weights.index(i * P + k))
+        load_tile(low_desc, [C, 64 * k], full_w, weights_low.index(k))
     buffers = (tiles_x, tiles_u, weights, weights_low)
     bars = (full_w, full_x)
     if GROUPS == 2:

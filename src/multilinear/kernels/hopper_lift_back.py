@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
 from multilinear.kernels.hopper_norm_back import add_up, columns_of, row_norm, settle
 from multilinear.kernels.hopper_parts import (
     accumulator,
@@ -57,13 +58,13 @@ def give(
     for i in gl.static_range(FROM, TO):
         tile = stage(buffers[2], buffers[1], free, place, i, STAGES)
         if i < P:
-            tma.async_copy_shared_to_global(du_desc, [row, 64 * i], tile)
+            store_tile(du_desc, [row, 64 * i], tile)
             dns = spread(tile, weights, none + i * P, dns, P, i == 0)
         else:
-            parts = tile._reinterpret(du_desc.dtype, [4, 64, 16], low_desc.layout)
+            parts = reinterpret(tile, du_desc.dtype, [4, 64, 16], low_desc.layout)
             for j in gl.static_range(LOWS):
                 # past the last column it is cut off
-                tma.async_copy_shared_to_global(low_desc, [row, C + 16 * j], parts.index(j))
+                store_tile(low_desc, [row, C + 16 * j], parts.index(j))
                 dns = spread(parts.index(j), weights_low, none + j * P, dns, P, False)
     return dns
 
@@ -92,11 +93,11 @@ def to_norm(
         product = (dns[k] * x).to(kind)
         if k > 0:
             done = done + (warpgroup_mma_wait(0, deps=[pending]),)
-            gl.thread_barrier()  # nothing reads the spare tiles any more
+            meet()  # nothing reads the spare tiles any more
         along_tile.store(product)
         level_tile.store(dns[k].to(kind))
         fence_async_shared()
-        gl.thread_barrier()
+        meet()
         pending = add_up(along_tile, selects.index(0), sums[k])
         pending = add_up(level_tile, selects.index(1), pending)
     done = done + (warpgroup_mma_wait(0, deps=[pending]),)
@@ -123,7 +124,7 @@ def to_input(
         if k > 0:
             du = du + added(loaded, k - 1, k, kind)
         done = done + (warpgroup_mma_wait(0, deps=[pending]),)
-        gl.thread_barrier()  # nothing reads either tile any more
+        meet()  # nothing reads either tile any more
         loaded = loaded + (load_back(E_ptr, ahead, rows, grid, 32 * k, C // 2, 32, STRIDE // 2, 4),)
         if k == P - 1:
             loaded = loaded + load_low(E_ptr, ahead, rows, grid, C, L1, STRIDE)
@@ -131,7 +132,7 @@ def to_input(
         # while those are on their way, from the start: else it would take too many registers above
         tiles_x.index(place + k).store(normed(tiles_x, place, mean, scale, vectors_ptr, k, C, kind))
     fence_async_shared()
-    gl.thread_barrier()  # all have written, and said so to the copies
+    meet()  # all have written, and said so to the copies
     return done, du, loaded
 
 
@@ -173,7 +174,7 @@ def consume(
             keep = gl.load(keep_ptr + index // (grid[0] * grid[1]), mask=index < rows, other=0.0)
         put_down(buffers, free, place, du, 0, MOST, C, LOWS, STAGES)
         tma.store_wait(0)
-        gl.thread_barrier()  # all see du, and what was written from the tile before is gone
+        meet()  # all see du, and what was written from the tile before is gone
         if TILES == 2:
             other = which * 2 + (turn + 1) % 2
             fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
@@ -188,14 +189,14 @@ def consume(
         dns = give(descs, buffers, free, place, row, dns, 0, MOST, C, LOWS, STAGES)
         if not ENOUGH:
             put_down(buffers, free, place, du, MOST, P + 1, C, LOWS, STAGES)
-            gl.thread_barrier()
+            meet()
             dns = give(descs, buffers, free, place, row, dns, MOST, P + 1, C, LOWS, STAGES)
         store_ones(n_ptr, row, rows, C, kind)
         mbarrier.wait(full_x.index(mine), phase)
         mean, scale = row_norm(tiles_x, which, (turn % TILES) * P, eps, C, TILES * P)
         dns = settle(dns, 0, P)
         tma.store_wait(0)
-        gl.thread_barrier()  # du has been written and multiplied
+        meet()  # du has been written and multiplied
         if not ENOUGH:
             fetch(grad_desc, row, full_g.index(mine), tiles_g, place, C)
         if DROP:  # the sums that read the one before are over
@@ -210,8 +211,8 @@ def consume(
             grid, C, L1, STRIDE, kind,
         )  # fmt: skip
         for k in gl.static_range(P):
-            tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tiles_g.index(place + k))
-            tma.async_copy_shared_to_global(n_desc, [row, 64 * k], tiles_x.index(place + k))
+            store_tile(out_desc, [row, 64 * k], tiles_g.index(place + k))
+            store_tile(n_desc, [row, 64 * k], tiles_x.index(place + k))
         du = du + added(loaded, P - 1, P + LOWS, kind)
         turn += 1
         row = ahead
@@ -262,13 +263,13 @@ def lift_back(
     if not DROP:
         selects.index(2).store(columns_of(none, none, none + 1.0, kind))
     fence_async_shared()
-    gl.thread_barrier()
+    meet()
     mbarrier.expect(full_w, (C + 16 * LOWS) * C * 2)
     for c in gl.static_range(P):
         for k in gl.static_range(P):
-            tma.async_copy_global_to_shared(w_desc, [64 * k, 64 * c], full_w, weights.index(k * P + c))
+            load_tile(w_desc, [64 * k, 64 * c], full_w, weights.index(k * P + c))
         for k in gl.static_range(LOWS):  # rows past the last are zeros
-            tma.async_copy_global_to_shared(w_low_desc, [C + 16 * k, 64 * c], full_w, weights_low.index(k * P + c))
+            load_tile(w_low_desc, [C + 16 * k, 64 * c], full_w, weights_low.index(k * P + c))
     descs = (x_desc, grad_desc, out_desc, du_desc, low_desc, n_desc)
     buffers = (tiles_x, tiles_g, spare, weights, weights_low, selects)
     bars = (full_w, full_x, full_g)

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from multilinear.kernels.hopper_mu2 import add_output, finished
+from multilinear.kernels.hopper_names import load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
@@ -49,27 +50,21 @@ def produce(
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(full.index(slot), (P - c if ROOTS else P) * 128 * 128)
             for k in gl.static_range(c if ROOTS else 0, P):
-                tma.async_copy_global_to_shared(
-                    form_desc, [128 * c, 64 * k], full.index(slot), tiles_b.index(slot * P + k)
-                )
+                load_tile(form_desc, [128 * c, 64 * k], full.index(slot), tiles_b.index(slot * P + k))
             item += 1
         for i in range(R2 // 64):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(full.index(slot), (C + 16) * 128 * 2)
             for k in gl.static_range(P):
-                tma.async_copy_global_to_shared(
-                    both_desc, [128 * i, 64 * k], full.index(slot), tiles_b.index(slot * P + k)
-                )
-            tma.async_copy_global_to_shared(extra_desc, [128 * i, C], full.index(slot), tiles_e.index(slot))
+                load_tile(both_desc, [128 * i, 64 * k], full.index(slot), tiles_b.index(slot * P + k))
+            load_tile(extra_desc, [128 * i, C], full.index(slot), tiles_e.index(slot))
             item += 1
             slot_c, phase_c = slot_of(item_c, SLOTS_C, False)
             mbarrier.wait(empty_c.index(slot_c), phase_c ^ 1)
             mbarrier.expect(full_c.index(slot_c), C * 64 * 2)
             for k in gl.static_range(P):
-                tma.async_copy_global_to_shared(
-                    c_desc, [64 * k, 64 * i], full_c.index(slot_c), tiles_c.index(slot_c * P + k)
-                )
+                load_tile(c_desc, [64 * k, 64 * i], full_c.index(slot_c), tiles_c.index(slot_c * P + k))
             item_c += 1
         group += gl.num_programs(0)
 
@@ -141,9 +136,9 @@ def consume(
         for k in gl.static_range(P):
             ns = ns + (tiles_x.index(which * P + k),)
         if TRAIN:
-            gl.thread_barrier()  # all have written, and said so to the copies
+            meet()  # all have written, and said so to the copies
             for k in gl.static_range(P):
-                tma.async_copy_shared_to_global(n_desc, [row, 64 * k], ns[k])
+                store_tile(n_desc, [row, 64 * k], ns[k])
         form_a = row_zeros() + gl.load(linear_ptr + 2 * C)
         form_b = row_zeros() + gl.load(linear_ptr + 2 * C + 1)
         for c in gl.static_range(P):
@@ -206,7 +201,7 @@ def consume(
             h = gl.convert_layout(product, operand())
         if TRAIN:
             tma.store_wait(0)
-        gl.thread_barrier()  # nothing reads n any more
+        meet()  # nothing reads n any more
         ahead = group + gl.num_programs(0)
         if ahead < groups:
             fetch(x_desc, (ahead * GROUPS + which) * 64, bar, tiles_x, which * P, C)
@@ -217,12 +212,12 @@ def consume(
         item_c += 1
         for k in gl.static_range(P):
             tma.store_wait(0)
-            gl.thread_barrier()  # the piece before has left
+            meet()  # the piece before has left
             bias = across(vectors_ptr + 3 * C, 64 * k, 64, C)
             tile_o.store((ys[k] * both[:, None] + keep[:, None] * bias).to(kind))
             fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tile_o)
+            meet()
+            store_tile(out_desc, [row, 64 * k], tile_o)
         turn += 1
         group = ahead
     tma.store_wait(0)

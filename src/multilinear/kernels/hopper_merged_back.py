@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from multilinear.kernels.hopper_back_steps import shift_part
+from multilinear.kernels.hopper_names import load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
@@ -48,27 +49,21 @@ def produce(
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(full.index(slot), (C + 16) * 64 * 2)
             for k in gl.static_range(P):
-                tma.async_copy_global_to_shared(
-                    both_desc, [64 * i, 64 * k], full.index(slot), tiles_b.index(slot * P + k)
-                )
-            tma.async_copy_global_to_shared(extra_desc, [64 * i, C], full.index(slot), tiles_e.index(slot))
+                load_tile(both_desc, [64 * i, 64 * k], full.index(slot), tiles_b.index(slot * P + k))
+            load_tile(extra_desc, [64 * i, C], full.index(slot), tiles_e.index(slot))
             item += 1
             slot_c, phase_c = slot_of(item_c, SLOTS_C, False)
             mbarrier.wait(empty_c.index(slot_c), phase_c ^ 1)
             mbarrier.expect(full_c.index(slot_c), C * 32 * 2)
             for k in gl.static_range(P):
-                tma.async_copy_global_to_shared(
-                    c_desc, [64 * k, 32 * i], full_c.index(slot_c), tiles_c.index(slot_c * P + k)
-                )
+                load_tile(c_desc, [64 * k, 32 * i], full_c.index(slot_c), tiles_c.index(slot_c * P + k))
             item_c += 1
         for i in range(2 * P):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(full.index(slot), C * 64 * 2)
             for k in gl.static_range(P):
-                tma.async_copy_global_to_shared(
-                    form_desc, [64 * i, 64 * k], full.index(slot), tiles_b.index(slot * P + k)
-                )
+                load_tile(form_desc, [64 * i, 64 * k], full.index(slot), tiles_b.index(slot * P + k))
             item += 1
         group += gl.num_programs(0)
 
@@ -103,13 +98,13 @@ def close_chunk(chunk, grad, scale, h_tile, pq_tile, h_desc, pq_desc, row, i, ki
     h = first * second
     pq = side_by_side((grad * second).to(kind), (grad * first).to(kind))
     tma.store_wait(0)
-    gl.thread_barrier()  # the chunk before has left
+    meet()  # the chunk before has left
     h_tile.store((h * along(scale, 32)).to(kind))
     pq_tile.store(pq)
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(h_desc, [row, 32 * i], h_tile)
-    tma.async_copy_shared_to_global(pq_desc, [row, 64 * i], pq_tile)
+    meet()
+    store_tile(h_desc, [row, 32 * i], h_tile)
+    store_tile(pq_desc, [row, 64 * i], pq_tile)
     return gl.convert_layout(pq, operand()), sum_rows(grad * h)
 
 
@@ -191,10 +186,10 @@ def consume(
             tiles_g.index(which * P + k).store((n * k_a[:, None]).to(kind))
             tiles_n.index(which * P + k).store((n * k_b[:, None]).to(kind))
         fence_async_shared()
-        gl.thread_barrier()  # all have written, and said so to the copies
+        meet()  # all have written, and said so to the copies
         for k in gl.static_range(P):
-            tma.async_copy_shared_to_global(pq_desc, [row, 2 * R2 + 64 * k], tiles_g.index(which * P + k))
-            tma.async_copy_shared_to_global(pq_desc, [row, 2 * R2 + C + 64 * k], tiles_n.index(which * P + k))
+            store_tile(pq_desc, [row, 2 * R2 + 64 * k], tiles_g.index(which * P + k))
+            store_tile(pq_desc, [row, 2 * R2 + C + 64 * k], tiles_n.index(which * P + k))
         end_a += k_a
         end_b += k_b
         for c in gl.static_range(2 * P):
@@ -211,7 +206,7 @@ def consume(
             release(empty, slot, False)
             item += 1
         tma.store_wait(0)
-        gl.thread_barrier()  # nothing reads both any more
+        meet()  # nothing reads both any more
         ahead = group + gl.num_programs(0)
         if ahead < groups:
             fetch(n_desc, (ahead * GROUPS + which) * 64, bar_n, tiles_n, which * P, C)
@@ -220,9 +215,9 @@ def consume(
             dn = dns[k] + 0.5 * (k_a[:, None] * linear_a + k_b[:, None] * linear_b)
             tiles_g.index(which * P + k).store(dn.to(kind))
         fence_async_shared()
-        gl.thread_barrier()
+        meet()
         for k in gl.static_range(P):
-            tma.async_copy_shared_to_global(dn_desc, [row, 64 * k], tiles_g.index(which * P + k))
+            store_tile(dn_desc, [row, 64 * k], tiles_g.index(which * P + k))
         turn += 1
         group = ahead
     line = ends_ptr + (gl.program_id(0) * GROUPS + which) * 2

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from multilinear.kernels.hopper_names import load_each, load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
@@ -59,7 +60,7 @@ def fetch_shifted(u_ptr, row, rows, grid, tiles, place, C: gl.constexpr, STRIDE:
     for k in gl.static_range(C // J):
         where = u_ptr + shifted(row, J * k, C, J, STRIDE, grid, copied(J))
         where = gl.max_contiguous(gl.multiple_of(where, [1, 16]), [1, 8])  # eight channels always move together
-        async_copy.async_copy_global_to_shared(tiles.index(place + k), where, mask=live)
+        load_each(tiles.index(place + k), where, mask=live)
     async_copy.commit_group()
 
 
@@ -111,7 +112,7 @@ def consume(
         d = gl.convert_layout(low, operand())
         low = load_low(u_ptr, ahead, rows, grid, C, L1, K1, STRIDE)
         async_copy.wait_group(0)
-        gl.thread_barrier()
+        meet()
         if TILES == 2:
             other = which * 2 + (turn + 1) % 2
             tma.store_wait(0)
@@ -155,10 +156,10 @@ def consume(
             keep = gl.load(keep_ptr + index // tokens, mask=live, other=0.0)
         if TILES == 0:  # x comes where u was
             fence_async_shared()
-            gl.thread_barrier()
+            meet()
             fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
         elif TILES == 1:  # all have read u
-            gl.thread_barrier()
+            meet()
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE, 64)
         mbarrier.wait(full_x.index(mine), (turn // KEPT) & 1)
         for k in gl.static_range(P):
@@ -167,10 +168,10 @@ def consume(
             tile.store((tile.load(accumulator(64)).to(gl.float32) + y).to(kind))
         fence_async_shared()
         for k in gl.static_range(P):
-            tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tiles_x.index(place + k))
+            store_tile(out_desc, [row, 64 * k], tiles_x.index(place + k))
         if TILES == 0:
             tma.store_wait(0)
-            gl.thread_barrier()
+            meet()
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE, 64)
         turn += 1
         group += gl.num_programs(0)
@@ -206,9 +207,9 @@ def mu1(
     fence_async_shared()
     mbarrier.expect(full_w, (K1 + C) * C * 2)
     for i in gl.static_range(P):
-        tma.async_copy_global_to_shared(b_desc, [64 * i, 0], full_w, weights_b.index(i))
+        load_tile(b_desc, [64 * i, 0], full_w, weights_b.index(i))
         for k in gl.static_range(P):
-            tma.async_copy_global_to_shared(c_desc, [64 * k, 64 * i], full_w, weights_c.index(i * P + k))
+            load_tile(c_desc, [64 * k, 64 * i], full_w, weights_c.index(i * P + k))
     buffers = (tiles_x, tiles_a, weights_b, weights_c)
     bars = (full_w, full_x)
     pointers = (u_ptr, stats_ptr, keep_ptr, vectors_ptr)

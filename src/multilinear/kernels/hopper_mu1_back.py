@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from multilinear.kernels.hopper_mu1 import fetch_shifted, load_low
+from multilinear.kernels.hopper_names import load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
@@ -112,11 +113,11 @@ def first_pass(h_desc, tile_h, row, i, a, b, dh, keep, b_ptr, C: gl.constexpr, J
     p = affine(a, b_ptr + C, i, C, J)
     q = affine(b, b_ptr + 3 * C, i, C, J)
     tma.store_wait(0)
-    gl.thread_barrier()  # the tile is free
+    meet()  # the tile is free
     tile_h.store((p * q * along(keep, J)).to(h_desc.dtype))
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(h_desc, [row, J * i], tile_h)
+    meet()
+    store_tile(h_desc, [row, J * i], tile_h)
     dp, dq = dh * q, dh * p
     parts = (column_sums(dp * a, J), column_sums(dp, J), column_sums(dq * b, J), column_sums(dq, J))
     return dp * across(b_ptr + C, J * i, J, C), dq * across(b_ptr + 3 * C, J * i, J, C), parts
@@ -134,9 +135,9 @@ def second_pass(
     tile_e.store(grad_a.to(e_desc.dtype))
     tile_b.store(grad_b.to(e_desc.dtype))
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(e_desc, [row, J * i], tile_e)
-    tma.async_copy_shared_to_global(db_desc, [row, J * i], tile_b)
+    meet()
+    store_tile(e_desc, [row, J * i], tile_e)
+    store_tile(db_desc, [row, J * i], tile_b)
     return warpgroup_mma_wait(0, deps=[times_columns(tile_b, weights_b.index(i), down, False)])
 
 
@@ -176,7 +177,7 @@ def consume(
         async_copy.wait_group(0)
         mbarrier.wait(full_g.index(mine), (turn // TILES) & 1)
         tma.store_wait(0)
-        gl.thread_barrier()  # all see this tile, and what was written from the one before is gone
+        meet()  # all see this tile, and what was written from the one before is gone
         if TILES == 2:
             other = which * 2 + (turn + 1) % 2
             fetch(grad_desc, ahead, full_g.index(other), tiles_g, other * P, C)
@@ -218,7 +219,7 @@ def consume(
                 dp = dh * affine(b, b_ptr + 3 * C, i, C, J) * across(b_ptr + C, J * i, J, C)
                 dq = dh * affine(a, b_ptr + C, i, C, J) * across(b_ptr + 3 * C, J * i, J, C)
                 tma.store_wait(0)
-                gl.thread_barrier()  # the tile of h is free
+                meet()  # the tile of h is free
                 down = second_pass(
                     e_desc, db_desc, tiles_a.index(mine * CHUNKS + i), tile_h, weights_b, stats, means, down,
                     a, b, dp, dq, row, i, J,
@@ -226,7 +227,7 @@ def consume(
         store_columns(E_ptr, row, rows, C, down.to(grad_desc.dtype), K1, STRIDE, C + L1)
         if TILES == 1:
             tma.store_wait(0)
-            gl.thread_barrier()
+            meet()
             fetch(grad_desc, ahead, full_g.index(mine), tiles_g, mine * P, C)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, mine * CHUNKS, C, STRIDE, J)
         turn += 1
@@ -265,9 +266,9 @@ def mu1_back(
     fence_async_shared()
     mbarrier.expect(full_w, (K1 + C) * C * 2)
     for i in gl.static_range(CHUNKS):
-        tma.async_copy_global_to_shared(b_desc, [J * i, 0], full_w, weights_b.index(i))
+        load_tile(b_desc, [J * i, 0], full_w, weights_b.index(i))
         for k in gl.static_range(P):
-            tma.async_copy_global_to_shared(c_desc, [64 * k, J * i], full_w, weights_c.index(i * P + k))
+            load_tile(c_desc, [64 * k, J * i], full_w, weights_c.index(i * P + k))
     descs = (grad_desc, h_desc, e_desc, db_desc)
     buffers = (tiles_g, tiles_a, tiles_h, weights_b, weights_c)
     bars = (full_w, full_g)

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
+from multilinear.kernels.hopper_names import meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
@@ -116,7 +117,7 @@ def consume(
         mean, scale = row_norm(tiles_x, place, eps, C)
         if STAGED and SPARE:
             tma.store_wait(0)
-            gl.thread_barrier()
+            meet()
         index = gl.arange(0, 64, layout=rows_layout())
         live = row + index < rows
         ns = ()
@@ -131,7 +132,7 @@ def consume(
             fence_async_shared()
             if TRAIN:
                 for k in gl.static_range(P):
-                    tma.async_copy_shared_to_global(n_desc, [row, 64 * k], tiles_x.index(other * P + k))
+                    store_tile(n_desc, [row, 64 * k], tiles_x.index(other * P + k))
         # the variance of the first branch
         form = row_zeros() + gl.load(constants_ptr)
         for c in gl.static_range(C // J):
@@ -241,7 +242,7 @@ def consume(
             h = gl.convert_layout(product, operand())
         if STAGED:  # in place of n comes the next x, or x once more
             tma.store_wait(0)
-            gl.thread_barrier()
+            meet()
             ahead = group + gl.num_programs(0)
             if not SPARE:
                 fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
@@ -260,7 +261,7 @@ def consume(
             tile.store((x + keep[:, None] * across(bias_ptr, 64 * k, 64, C)).to(kind))
         fence_async_shared()
         for k in gl.static_range(P):
-            tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tiles_x.index(place + k))
+            store_tile(out_desc, [row, 64 * k], tiles_x.index(place + k))
         turn += 1
         group += gl.num_programs(0)
     tma.store_wait(0)

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from multilinear.kernels.hopper_names import meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
@@ -88,7 +89,7 @@ def multiply(
             new = new + (times_columns(left, narrows.index(slot), dns[WIDE], FIRST and j == 0),)
         dns = settle(new, COUNT, COUNT)
         if not (FIRST and j == 0):
-            gl.thread_barrier()
+            meet()
             mbarrier.arrive(empty_s.index((step + SLOTS - 1) % SLOTS), count=1)
             if j == 0:
                 free_tile(empty, which, item + TILES - 1, not held, TILES)
@@ -162,15 +163,15 @@ def to_norm(
         product = (dns[k] * x).to(kind)
         if k > 0:
             done = done + (warpgroup_mma_wait(0, deps=[pending]),)
-        gl.thread_barrier()  # no warp reads the tiles any more
+        meet()  # no warp reads the tiles any more
         along_tile.store(product)
         level_tile.store(dns[k].to(kind))
         fence_async_shared()
-        gl.thread_barrier()
+        meet()
         pending = add_up(along_tile, selects.index(0), sums[k])
         pending = add_up(level_tile, selects.index(1), pending)
     done = done + (warpgroup_mma_wait(0, deps=[pending]),)
-    gl.thread_barrier()
+    meet()
     free_tile(empty, which, item + TILES - 2, True, TILES)
     free_tile(empty, which, item + TILES - 1, True, TILES)
     return level / C, follow / C, done
@@ -193,11 +194,11 @@ def to_input(
         dn = dns[k] * across(vectors_ptr, 64 * k, 64, C) - level[:, None] - x * follow[:, None]
         out = (grad + dn * scale[:, None]).to(kind)
         done = done + (warpgroup_mma_wait(0, deps=[pending]),)
-        gl.thread_barrier()  # no warp reads either tile any more
+        meet()  # no warp reads either tile any more
         free_tile(empty, which, item + k, True, TILES)
         tile_at(ring, which, item + P + k, TILES).store(out)
     fence_async_shared()
-    gl.thread_barrier()  # all have written, and said so to the copies
+    meet()  # all have written, and said so to the copies
     return done
 
 
@@ -237,14 +238,14 @@ def consume(
         dns, step = multiply(which, buffers, bars, dns, item, step, True, True, C, J, TILES, SLOTS)
         # by now the gradient of x that was put down last has left its tiles
         tma.store_wait(0)
-        gl.thread_barrier()
+        meet()
         for k in gl.static_range(P):
             free_tile(empty, which, item + TILES - P + k, item > 0, TILES)
         for i in range(1, CHUNKS):
             held = i == CHUNKS - 1
             dns, step = multiply(which, buffers, bars, dns, item + i, step, held, False, C, J, TILES, SLOTS)
         dns = settle(dns, 0, COUNT)
-        gl.thread_barrier()
+        meet()
         mbarrier.arrive(empty_s.index((step + SLOTS - 1) % SLOTS), count=1)
         item += CHUNKS
         pieces = in_tiles(dns, C)
@@ -253,7 +254,7 @@ def consume(
         for k in gl.static_range(P):
             await_tile(full, which, item + k, TILES)
         mean, scale = row_norm(ring, which, item, eps, C, TILES)
-        gl.thread_barrier()  # or the tiles would stay in registers from here on
+        meet()  # or the tiles would stay in registers from here on
         level, follow, sums = to_norm(
             which, ring, selects, empty, pieces, sums, item, mean, scale, vectors_ptr, C, TILES, kind
         )  # fmt: skip
@@ -262,7 +263,7 @@ def consume(
             kind,
         )  # fmt: skip
         for k in gl.static_range(P):
-            tma.async_copy_shared_to_global(out_desc, [row, 64 * k], tile_at(ring, which, item + P + k, TILES))
+            store_tile(out_desc, [row, 64 * k], tile_at(ring, which, item + P + k, TILES))
         item += 2 * P
         group += gl.num_programs(0)
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
@@ -305,7 +306,7 @@ def norm_back(
     if not DROP:
         selects.index(2).store(columns_of(none, none, none + 1.0, kind))
     fence_async_shared()
-    gl.thread_barrier()
+    meet()
     descs = (p_desc, x_desc, grad_desc, out_desc, wide_desc, narrow_desc)
     buffers = (ring, wides, narrows, selects)
     bars = (full, empty, full_s, empty_s)

@@ -5,7 +5,9 @@ A tile has 64 tokens, a row for each, and belongs to one group of four warps. Al
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from multilinear.kernels.hopper_names import load_tile, meet
 
 
 @gluon.constexpr_function
@@ -103,7 +105,7 @@ def start_ring(full, empty, SLOTS: gl.constexpr, GROUPS: gl.constexpr, RESIDENT:
 def release(bars, slot, RESIDENT: gl.constexpr):
     """All four warps are done with a slot."""
     if not RESIDENT:
-        gl.thread_barrier()
+        meet()
         mbarrier.arrive(bars.index(slot), count=1)
 
 
@@ -152,7 +154,7 @@ def fetch(desc, row, bar, tiles, place, C: gl.constexpr):
     """Start copying 64 rows of C columns."""
     mbarrier.expect(bar, C * 128)
     for k in gl.static_range(C // 64):
-        tma.async_copy_global_to_shared(desc, [row, 64 * k], bar, tiles.index(place + k))
+        load_tile(desc, [row, 64 * k], bar, tiles.index(place + k))
 
 
 @gluon.jit

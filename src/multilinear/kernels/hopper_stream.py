@@ -2,8 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from multilinear.kernels.hopper_names import load_tile
 from multilinear.kernels.hopper_parts import resident, slot_of
 
 
@@ -54,7 +55,7 @@ def put(
     claim(empty, slot, phase, RESIDENT)
     mbarrier.expect(full.index(slot), P * J * 128)
     for k in gl.static_range(P):
-        tma.async_copy_global_to_shared(desc, [row, 64 * k], full.index(slot), tiles.index(slot * P + k))
+        load_tile(desc, [row, 64 * k], full.index(slot), tiles.index(slot * P + k))
     return item + 1
 
 
@@ -63,9 +64,9 @@ def put_low(
     desc, tail_desc, row, bar, tiles, tails, slot, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr
 ):  # fmt: skip
     for q in gl.static_range(P2):
-        tma.async_copy_global_to_shared(desc, [row, J * q], bar, tiles.index(slot * P2 + q))
+        load_tile(desc, [row, J * q], bar, tiles.index(slot * P2 + q))
     if TAIL > 0:
-        tma.async_copy_global_to_shared(tail_desc, [row, J * P2], bar, tails.index(slot))
+        load_tile(tail_desc, [row, J * P2], bar, tails.index(slot))
 
 
 @gluon.jit
@@ -116,15 +117,15 @@ def put_chunk(
     claim(empty, slot, phase, RESIDENT)
     mbarrier.expect(bar, (C + 16 + J * P2 + TAIL) * J * 2)
     for k in gl.static_range(P):
-        tma.async_copy_global_to_shared(a_desc, [J * i, 64 * k], bar, tiles_a.index(slot * P + k))
-    tma.async_copy_global_to_shared(e_desc, [J * i, C], bar, tiles_e.index(slot))
+        load_tile(a_desc, [J * i, 64 * k], bar, tiles_a.index(slot * P + k))
+    load_tile(e_desc, [J * i, C], bar, tiles_e.index(slot))
     put_low(b_desc, t_desc, J * i, bar, tiles_b, tiles_t, slot, P2, TAIL, J)
     slot, phase = slot_of(item_c, SLOTS_C, RESIDENT)
     bar = full_c.index(slot)
     claim(empty_c, slot, phase, RESIDENT)
     mbarrier.expect(bar, C * J * 2)
     for k in gl.static_range(P):
-        tma.async_copy_global_to_shared(c_desc, [64 * k, J * i], bar, tiles_c.index(slot * P + k))
+        load_tile(c_desc, [64 * k, J * i], bar, tiles_c.index(slot * P + k))
     return item + 1, item_c + 1
 
 
@@ -148,7 +149,7 @@ def put_tiles(desc, row, column, ring, full, empty, item, GROUPS: gl.constexpr, 
         bar = full.index(g * TILES + slot)
         mbarrier.wait(empty.index(g * TILES + slot), phase ^ 1)
         mbarrier.expect(bar, 64 * 64 * 2)
-        tma.async_copy_global_to_shared(desc, [row + 64 * g, column], bar, ring.index(g * TILES + slot))
+        load_tile(desc, [row + 64 * g, column], bar, ring.index(g * TILES + slot))
     return item + 1
 
 
@@ -190,8 +191,8 @@ def produce_stack(
             mbarrier.wait(empty.index(slot), phase ^ 1)
             mbarrier.expect(bar, C * J * 2)
             for k in gl.static_range(C // 128):
-                tma.async_copy_global_to_shared(wide_desc, [J * i, 128 * k], bar, wides.index(slot * (C // 128) + k))
+                load_tile(wide_desc, [J * i, 128 * k], bar, wides.index(slot * (C // 128) + k))
             if C % 128 > 0:
-                tma.async_copy_global_to_shared(narrow_desc, [J * i, C // 128 * 128], bar, narrows.index(slot))
+                load_tile(narrow_desc, [J * i, C // 128 * 128], bar, narrows.index(slot))
             step += 1
         group += gl.num_programs(0)

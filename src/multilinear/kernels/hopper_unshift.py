@@ -7,6 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from multilinear.kernels.hopper_names import reinterpret
+
 
 @gluon.constexpr_function
 def vector(low):
@@ -120,9 +122,9 @@ def put_down(
     for i in gl.static_range(FROM, TO):
         tile = stage(buffers[2], buffers[1], free, place, i, STAGES)
         if i < P:
-            tile._reinterpret(gl.int32, [64, 32], as_pairs(64)).store(du[i])
+            reinterpret(tile, gl.int32, [64, 32], as_pairs(64)).store(du[i])
         else:
-            parts = tile._reinterpret(gl.int32, [4, 64, 8], as_pairs(16))
+            parts = reinterpret(tile, gl.int32, [4, 64, 8], as_pairs(16))
             for j in gl.static_range(LOWS):
                 parts.index(j).store(du[P + j])
     fence_async_shared()
