@@ -80,7 +80,7 @@ def merging():
     from multilinear.kernels import block
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block, "_merges", lambda weights: True)
+        patch.setattr(block, "merges", lambda weights: True)
         patch.setattr(hopper, "mu2_merged", forward_in_plain_code)
         patch.setattr(hopper, "mu2_merged_back", back_in_plain_code)
         yield
@@ -119,7 +119,8 @@ def interpret_roots():
     from multilinear.kernels.block import poly_block_now, prepare_now, roots_of
 
     block = perturbed(PolyBlock(128, shrinkage=4)).requires_grad_(False)
-    prepared = prepare_now(weights_of(block), torch.float32, merged=True)
+    with merging():
+        prepared = prepare_now(weights_of(block), torch.float32)
     roots = roots_of(prepared)
     n = torch.randn(7, 128).double()
     mu = copy.deepcopy(block).double().mu2
@@ -205,12 +206,15 @@ def cases(dtype=torch.bfloat16, images=5, side=7):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("images", "side"), [(1, 1), (5, 7), (300, 8)])
-def test_cuda_training_with_merged_branches(images, side, dtype):
+@pytest.mark.parametrize(("images", "side"), [(1, 1), (5, 7), (389, 7)])  # the last: tiles in turns, and one not full
+def test_cuda_training_with_merged_branches(images, side, dtype, monkeypatch):
+    made, kernel = [], hopper.mu2_merged_back
+    monkeypatch.setattr(hopper, "mu2_merged_back", lambda *inputs: [made.append(True), kernel(*inputs)][1])
     torch.manual_seed(0)
     block, x, grad, factors = cases(dtype, images, side)
     block = block.to(dtype)
     expected, found = exact(block, x, grad, factors), run(block, x, grad, factors)
+    assert made or not triton.__version__.startswith(hopper.VERSIONS)
     assert error(found[0], expected[0]) < 1e-2
     close_gradients(block, found[1], expected[1], 2e-2)
 
@@ -227,4 +231,5 @@ def test_cuda_compiled_with_merged_branches():
 
 
 if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
     INTERPRETED[sys.argv[1]]()

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+import triton
 
 from multilinear import kernels
 from multilinear.kernels import launch as launching
@@ -48,6 +49,33 @@ def test_after_an_error_kernels_run_again():
         1 / 0  # noqa: B018
     launching.launch(kernel, 1)
     assert kernel.ran
+
+
+class Mode:
+    """As Triton 3.5 has it."""
+
+    def __init__(self, executor):
+        self.entered = False
+
+    def __enter__(self):
+        Mode.last = self
+        self.entered = True
+
+    def __exit__(self, *error):
+        pass
+
+
+@pytest.mark.parametrize("mode", [Mode, None])
+def test_with_an_older_triton(mode, monkeypatch):
+    if mode is None:
+        monkeypatch.delattr(triton, "AsyncCompileMode")
+    else:
+        monkeypatch.setattr(triton, "AsyncCompileMode", mode)
+    kernel = Kernel()
+    with launching.together():
+        launching.launch(kernel, 3, "x")
+    assert len(kernel.compiled) == 1 and not kernel.ran
+    assert mode is None or Mode.last.entered
 
 
 def test_without_a_gpu_everything_computes():

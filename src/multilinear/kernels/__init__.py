@@ -156,12 +156,9 @@ def block_serves(rows: int, channels: int, ranks: tuple[int, int], lows: tuple[i
     True
     """
     from multilinear.kernels.block_sizes import Sizes, align
-    from multilinear.kernels.hopper import plan_merged
 
     sizes = Sizes(channels, ranks[0], lows[0], ranks[1], lows[1])
     widest = max(align(sizes.rank2 + channels + sizes.low2 + 8, 32), sizes.rank1 + sizes.low1 + 8)
-    if plan_merged(sizes) is not None:
-        widest = 2 * (sizes.rank2 + channels)
     return sizes.served() and rows * widest < 2**31  # places in memory are numbers of 32 bits
 
 
@@ -171,9 +168,7 @@ def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype, inference: bool
     >>> callable(prepare_block)
     True
     """
-    from multilinear.kernels.block import prepare, prepare_now, roots_of
-    from multilinear.kernels.block_sizes import sizes_of
-    from multilinear.kernels.hopper import plan_merged
+    from multilinear.kernels.block import merges, prepare, prepare_now, roots_of
 
     with torch.no_grad():
         weights = [weight.detach() for weight in weights]
@@ -182,8 +177,7 @@ def prepare_block(weights: Sequence[Tensor], dtype: torch.dtype, inference: bool
             return prepared
         with torch.cuda.device_of(weights[0]):
             ready = prepare_now(weights, dtype)
-            merged = weights[0].is_cuda and plan_merged(sizes_of(weights)) is not None
-            if inference and merged and not torch.cuda.is_current_stream_capturing():
+            if inference and merges(weights) and not torch.cuda.is_current_stream_capturing():
                 ready += roots_of(ready)
             return ready
 

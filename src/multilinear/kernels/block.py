@@ -23,7 +23,8 @@ from multilinear.kernels.block_sizes import (
 from multilinear.kernels.launch import launch
 
 
-def _merges(weights: Sequence[Tensor]) -> bool:
+def merges(weights: Sequence[Tensor]) -> bool:
+    """Whether a block with these weights takes the second branch's matrices as one."""
     return weights[0].is_cuda and hopper.plan_merged(sizes_of(weights)) is not None
 
 
@@ -55,9 +56,9 @@ def _merged_factors(named: dict[str, Tensor], s: Sizes) -> dict[str, Tensor]:
     return named | {"mu2.B.weight": matrix, "mu2.B.bias": bias}
 
 
-def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype, merged: bool | None = None) -> list[Tensor]:
+def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The fields of `Prepared` from the parameters `BLOCK_PARAMETERS`, with merged branches where a GPU gains by it."""
-    merged = _merges(weights) if merged is None else merged
+    merged = merges(weights)
     s, ready = sizes_of(weights), _new(weights, dtype, merged)
     named = {name: weight.contiguous() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
     columns, size, tile = 16, 4096, 32
@@ -94,16 +95,12 @@ def roots_of(prepared: Sequence[Tensor]) -> Roots:
     return Roots(roots[:, :wide].to(ready.A2.dtype).contiguous(), torch.cat([roots[:, wide], rest]).float())
 
 
-def _prepare(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return prepare_now(weights, dtype)
-
-
-prepare = torch.library.custom_op("multilinear::poly_block_prepare", _prepare, mutates_args=())
+prepare = torch.library.custom_op("multilinear::poly_block_prepare", prepare_now, mutates_args=())
 
 
 @prepare.register_fake
 def _(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return list(_new(weights, dtype, _merges(weights)))
+    return list(_new(weights, dtype, merges(weights)))
 
 
 def _few_tokens(
@@ -191,7 +188,7 @@ def poly_block_now(
     x = aligned(x)
     height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
-    few = block_small.plan_for(*s, rows) if not save and keep1 is None else None
+    few = block_small.plan_for(*s, rows) if not (save or ready.merged or keep1 is not None) else None
     if few is not None:
         return _few_tokens(x, ready, s, few, keep_border, eps), []
     u = x.new_empty(rows, align(s.rank1 + s.low1))
@@ -233,5 +230,5 @@ def _(
         return torch.empty_like(x), []
     stats1, stats2 = (x.new_empty(rows, 3, dtype=torch.float32) for _ in range(2))
     u, n = (x.new_empty(rows, wide) for wide in (align(s.rank1 + s.low1), s.channels + 16))
-    d = x.new_empty(0 if _merges(weights) else (rows, s.low2 + 16))
+    d = x.new_empty(0 if merges(weights) else (rows, s.low2 + 16))
     return torch.empty_like(x), [u, torch.empty_like(x), stats1, n, d, stats2]

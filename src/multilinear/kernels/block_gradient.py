@@ -139,7 +139,9 @@ def _second_gradients(
     kernel = block_weights_back.second_gradients
     tall, wide = 64, 32
     across, low_across = (triton.cdiv(len(matrix[0]), wide) for matrix in (ready.first, ready.second))
-    programs = triton.cdiv(s.rank2, tall) * (across + low_across + 2) + triton.cdiv(s.low2, tall) * across
+    programs = triton.cdiv(s.rank2, tall) * (across + low_across + 2)
+    if not ready.merged:
+        programs += triton.cdiv(s.low2, tall) * across
     lines = 0 if ends is None else len(ends)
     launch(
         kernel, programs,

@@ -4,8 +4,9 @@ import contextvars
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,11 +25,21 @@ def launch(kernel: Any, programs: int, *inputs: Any, **constants: Any) -> None:
         _compiling.copy().run(kernel.warmup, *inputs, grid=(programs,), **constants)
 
 
+def _compiled_by(threads: ThreadPoolExecutor) -> AbstractContextManager[Any]:
+    mode = getattr(triton, "AsyncCompileMode", None)  # since 3.5
+    if mode is None:
+        return nullcontext()
+    options = {"ignore_errors": True} if "ignore_errors" in signature(mode).parameters else {}  # since 3.6
+    context: AbstractContextManager[Any] = mode(threads, **options)
+    return context
+
+
 @contextmanager
 def together() -> Iterator[None]:
-    """What `kernels.compile_together` does. A kernel that cannot be compiled says so where it is used."""
+    """What `kernels.compile_together` does; one after the other with a Triton that is too old for that. A kernel that
+    cannot be compiled says so where it is used."""
     global _compiling
-    with ThreadPoolExecutor(os.cpu_count()) as threads, triton.AsyncCompileMode(threads, ignore_errors=True):
+    with ThreadPoolExecutor(os.cpu_count()) as threads, _compiled_by(threads):
         _compiling = contextvars.copy_context()
         try:
             yield
