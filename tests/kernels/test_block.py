@@ -246,13 +246,16 @@ def prepared_numbers(block, dtype):
 INTERPRETED = {name: value for name, value in list(globals().items()) if name.startswith("interpret_")}
 
 
+def run_interpreted(file, name):
+    """Have a check of that file made in a process of its own."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    found = subprocess.run([sys.executable, file, name], env=environment, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stderr[-3000:]
+
+
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_in_the_interpreter(name):
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    found = subprocess.run(
-        [sys.executable, __file__, name], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert found.returncode == 0, found.stderr[-3000:]
+    run_interpreted(__file__, name)
 
 
 @pytest.fixture

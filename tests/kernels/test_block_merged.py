@@ -2,8 +2,6 @@
 in other processes, as which this file is then run."""
 
 import copy
-import os
-import subprocess
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -11,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import triton
-from test_block import agrees_with_fake, close_gradients, error, exact, perturbed, run, weights_of
+from test_block import agrees_with_fake, close_gradients, error, exact, perturbed, run, run_interpreted, weights_of
 from torch.nn import functional as F
 
 from multilinear import kernels
@@ -140,11 +138,7 @@ INTERPRETED = {name: value for name, value in list(globals().items()) if name.st
 
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_in_the_interpreter(name):
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    found = subprocess.run(
-        [sys.executable, __file__, name], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert found.returncode == 0, found.stderr[-3000:]
+    run_interpreted(__file__, name)
 
 
 def test_prepared_weights_stay_while_kernels_are_compiled(monkeypatch):

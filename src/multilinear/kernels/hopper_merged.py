@@ -29,6 +29,7 @@ from multilinear.kernels.hopper_parts import (
     times,
     zeros,
 )
+from multilinear.kernels.hopper_stream import put_both
 
 
 @gluon.jit
@@ -39,7 +40,7 @@ def produce(
     """Copy the forms, roots row by row of blocks up to the diagonal, then chunk by chunk both branches and C."""
     both_desc, extra_desc, c_desc, form_desc = descs[3], descs[4], descs[5], descs[6]
     _, tiles_b, tiles_e, tiles_c, _ = buffers
-    full, empty, full_c, empty_c, _ = bars
+    full, empty = bars[0], bars[1]
     P: gl.constexpr = C // 64
     item = 0
     item_c = 0
@@ -53,19 +54,9 @@ def produce(
                 load_tile(form_desc, [128 * c, 64 * k], full.index(slot), tiles_b.index(slot * P + k))
             item += 1
         for i in range(R2 // 64):
-            slot, phase = slot_of(item, SLOTS, False)
-            mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), (C + 16) * 128 * 2)
-            for k in gl.static_range(P):
-                load_tile(both_desc, [128 * i, 64 * k], full.index(slot), tiles_b.index(slot * P + k))
-            load_tile(extra_desc, [128 * i, C], full.index(slot), tiles_e.index(slot))
-            item += 1
-            slot_c, phase_c = slot_of(item_c, SLOTS_C, False)
-            mbarrier.wait(empty_c.index(slot_c), phase_c ^ 1)
-            mbarrier.expect(full_c.index(slot_c), C * 64 * 2)
-            for k in gl.static_range(P):
-                load_tile(c_desc, [64 * k, 64 * i], full_c.index(slot_c), tiles_c.index(slot_c * P + k))
-            item_c += 1
+            item, item_c = put_both(
+                both_desc, extra_desc, c_desc, tiles_b, tiles_e, tiles_c, bars, i, item, item_c, C, 64, SLOTS, SLOTS_C
+            )
         group += gl.num_programs(0)
 
 

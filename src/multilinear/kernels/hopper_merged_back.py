@@ -29,6 +29,7 @@ from multilinear.kernels.hopper_parts import (
     times_columns,
     zeros,
 )
+from multilinear.kernels.hopper_stream import put_both
 
 
 @gluon.jit
@@ -38,26 +39,16 @@ def produce(
     """Copy both branches and C chunk by chunk, then 64 rows of each gram matrix in turns."""
     both_desc, extra_desc, c_desc, form_desc = sources
     tiles_b, tiles_e, tiles_c = weights
-    full, empty, full_c, empty_c = bars[0], bars[1], bars[2], bars[3]
+    full, empty = bars[0], bars[1]
     P: gl.constexpr = C // 64
     item = 0
     item_c = 0
     group = gl.program_id(0)
     while group < groups:
         for i in range(R2 // 32):
-            slot, phase = slot_of(item, SLOTS, False)
-            mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), (C + 16) * 64 * 2)
-            for k in gl.static_range(P):
-                load_tile(both_desc, [64 * i, 64 * k], full.index(slot), tiles_b.index(slot * P + k))
-            load_tile(extra_desc, [64 * i, C], full.index(slot), tiles_e.index(slot))
-            item += 1
-            slot_c, phase_c = slot_of(item_c, SLOTS_C, False)
-            mbarrier.wait(empty_c.index(slot_c), phase_c ^ 1)
-            mbarrier.expect(full_c.index(slot_c), C * 32 * 2)
-            for k in gl.static_range(P):
-                load_tile(c_desc, [64 * k, 32 * i], full_c.index(slot_c), tiles_c.index(slot_c * P + k))
-            item_c += 1
+            item, item_c = put_both(
+                both_desc, extra_desc, c_desc, tiles_b, tiles_e, tiles_c, bars, i, item, item_c, C, 32, SLOTS, SLOTS_C
+            )
         for i in range(2 * P):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(empty.index(slot), phase ^ 1)

@@ -142,6 +142,27 @@ def put_form(
 
 
 @gluon.jit
+def put_both(
+    both_desc, extra_desc, c_desc, tiles_b, tiles_e, tiles_c, bars, i, item, item_c,
+    C: gl.constexpr, J: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
+):  # fmt: skip
+    """Start copying a chunk of J hidden channels: of merged branches, with their extras, and of C."""
+    P: gl.constexpr = C // 64
+    slot, phase = slot_of(item, SLOTS, False)
+    mbarrier.wait(bars[1].index(slot), phase ^ 1)
+    mbarrier.expect(bars[0].index(slot), (C + 16) * J * 4)
+    for k in gl.static_range(P):
+        load_tile(both_desc, [2 * J * i, 64 * k], bars[0].index(slot), tiles_b.index(slot * P + k))
+    load_tile(extra_desc, [2 * J * i, C], bars[0].index(slot), tiles_e.index(slot))
+    slot_c, phase_c = slot_of(item_c, SLOTS_C, False)
+    mbarrier.wait(bars[3].index(slot_c), phase_c ^ 1)
+    mbarrier.expect(bars[2].index(slot_c), C * J * 2)
+    for k in gl.static_range(P):
+        load_tile(c_desc, [64 * k, J * i], bars[2].index(slot_c), tiles_c.index(slot_c * P + k))
+    return item + 1, item_c + 1
+
+
+@gluon.jit
 def put_tiles(desc, row, column, ring, full, empty, item, GROUPS: gl.constexpr, TILES: gl.constexpr):
     """Start copying a tile for each group."""
     slot, phase = slot_of(item, TILES, False)
