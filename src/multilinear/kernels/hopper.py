@@ -136,10 +136,9 @@ def lift(x: Tensor, u: Tensor, ready: Prepared, s: Sizes, plan: First, bias: int
     groups = triton.cdiv(rows, 64 * plan.groups)
     launch(
         hopper_lift.lift, min(groups, plan.programs * _processors(x.device)),
-        _tiles(x.view(rows, -1), 64, 64), _tiles(u, 64, 64), _tiles(ready.lifting, 64, 64),
-        _tiles(ready.lifting, low, 64), u, ready.vectors, groups, rows, eps, C=s.channels, L1=s.low1, LOW=low,
-        STRIDE=u.stride(0), BIAS=bias, GROUPS=plan.groups, TILES=plan.tiles, REGISTERS=plan.registers, num_warps=4,
-        maxnreg=plan.registers,
+        _tiles(x.view(rows, -1), 64, 64), _tiles(u, 64, 64), _tiles(u, 64, low), _tiles(ready.lifting, 64, 64),
+        _tiles(ready.lifting, low, 64), ready.vectors, groups, eps, C=s.channels, L1=s.low1, LOW=low, BIAS=bias,
+        GROUPS=plan.groups, TILES=plan.tiles, REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
 
 
@@ -151,14 +150,14 @@ def mu1(
     from multilinear.kernels import hopper_mu1
 
     height, width = x.shape[-3:-1]
-    rows, low = len(u), max(16, triton.next_power_of_2(s.low1))
+    rows = len(u)
     groups = triton.cdiv(rows, 64 * plan.groups)
     launch(
         hopper_mu1.mu1, min(groups, plan.programs * _processors(x.device)),
-        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(ready.B1, 64, low),
+        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(ready.B1, 64, 16),
         _tiles(ready.C1, 64, 64), u, stats, keep, ready.vectors, groups, rows, height * width, height, width,
-        reciprocal(height), reciprocal(width), eps, C=s.channels, L1=s.low1, K1=low, STRIDE=u.stride(0),
-        MU1=start, GROUPS=plan.groups, TILES=plan.tiles, TRAIN=save, DROP=keep is not None, REGISTERS=plan.registers,
+        reciprocal(height), reciprocal(width), eps, C=s.channels, L1=s.low1, LOWS=triton.cdiv(s.low1, 16),
+        STRIDE=u.stride(0), MU1=start, GROUPS=plan.groups, TILES=plan.tiles, TRAIN=save, DROP=keep is not None, REGISTERS=plan.registers,
         num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
 
@@ -171,16 +170,16 @@ def mu1_back(
     from multilinear.kernels import hopper_mu1_back
 
     height, width = grad.shape[-3:-1]
-    j, rows, low = plan.chunk, len(u), max(16, triton.next_power_of_2(s.low1))
+    j, rows = plan.chunk, len(u)
     groups = triton.cdiv(rows, 64 * plan.groups)
     programs = min(groups, plan.programs * _processors(u.device))
     sums = stats.new_empty(programs * plan.groups, 4, s.channels)
     launch(
         hopper_mu1_back.mu1_back, programs,
-        _tiles(grad.view(rows, -1), 64, 64), _tiles(h, 64, j), _tiles(E, 64, j), _tiles(db, 64, j),
-        _tiles(ready.B1, j, low), _tiles(ready.C1, 64, j), u, stats, keep, ready.vectors, E, d, sums, groups, rows,
-        height * width, height, width, reciprocal(height), reciprocal(width), C=s.channels, L1=s.low1, K1=low,
-        STRIDE=u.stride(0), SD1=d.stride(0), MU1=start, J=j, GROUPS=plan.groups, TILES=plan.tiles,
+        _tiles(grad.view(rows, -1), 64, 64), _tiles(h, 64, j), _tiles(E, 64, j), _tiles(db, 64, j), _tiles(E, 64, 16),
+        _tiles(d, 64, 16), _tiles(ready.B1, j, 16), _tiles(ready.C1, 64, j), u, stats, keep, ready.vectors, sums,
+        groups, rows, height * width, height, width, reciprocal(height), reciprocal(width), C=s.channels, L1=s.low1,
+        LOWS=triton.cdiv(s.low1, 16), STRIDE=u.stride(0), MU1=start, J=j, GROUPS=plan.groups, TILES=plan.tiles,
         DROP=keep is not None, REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
     return sums

@@ -8,30 +8,37 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from multilinear.kernels.hopper_names import load_tile, meet, store_tile
+from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
 from multilinear.kernels.hopper_parts import (
     across,
     fetch,
+    keep_vectors,
+    kept,
     normed,
     operand,
     row_norm,
-    store_columns,
     times,
     zeros,
 )
 
 
 @gluon.jit
+def load_bias(bias, i, C: gl.constexpr):
+    if C < 256:
+        return kept(bias, i, 64)
+    else:
+        return across(bias, 64 * i, 64, C)
+
+
+@gluon.jit
 def consume(
-    which: gl.constexpr, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps,
-    C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, STRIDE: gl.constexpr, BIAS: gl.constexpr,
-    GROUPS: gl.constexpr, TILES: gl.constexpr,
+    which: gl.constexpr, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps,
+    C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr,
 ):  # fmt: skip
-    tiles_x, tiles_u, weights, weights_low = buffers
+    tiles_x, tiles_u, weights, weights_low, vectors, bias = buffers
     full_w, full_x = bars
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
-    bias_ptr = vectors_ptr + BIAS
     out = tiles_u.index(which)
     turn = 0
     group = gl.program_id(0)
@@ -49,7 +56,7 @@ def consume(
         mean, scale = row_norm(tiles_x, mine * P, eps, C)
         ns = ()
         for k in gl.static_range(P):
-            ns = ns + (gl.convert_layout(normed(tiles_x, mine * P, mean, scale, vectors_ptr, k, C, kind), operand()),)
+            ns = ns + (gl.convert_layout(normed(tiles_x, mine * P, mean, scale, vectors, k, C, kind), operand()),)
         if TILES == 1:
             meet()  # all have read it
             fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
@@ -59,15 +66,18 @@ def consume(
                 part = times(ns[k], weights.index(i * P + k), part, k == 0)
             part = warpgroup_mma_wait(0, deps=[part])
             tma.store_wait(0)
-            out.store((part + across(bias_ptr, 64 * i, 64, C)).to(kind))
+            out.store((part + load_bias(bias, i, C)).to(kind))
             fence_async_shared()
             store_tile(u_desc, [row, 64 * i], out)
         part = zeros(LOW)
         for k in gl.static_range(P):
             part = times(ns[k], weights_low.index(k), part, k == 0)
         done = warpgroup_mma_wait(0, deps=(part,) + ns)
-        low = (done[0] + across(bias_ptr + C, 0, LOW, L1)).to(kind)
-        store_columns(u_ptr, row, rows, C, low, LOW, STRIDE, C + L1)
+        tma.store_wait(0)
+        low = reinterpret(out, kind, [64, LOW], low_out_desc.layout)
+        low.store((done[0] + across(low_bias_ptr, 0, LOW, L1)).to(kind))
+        fence_async_shared()
+        store_tile(low_out_desc, [row, C], low)  # past the last column it is cut off
         turn += 1
         group += gl.num_programs(0)
     mbarrier.wait(full_x.index(which * TILES + turn % TILES), (turn // TILES) & 1)
@@ -76,8 +86,8 @@ def consume(
 
 @gluon.jit
 def lift(
-    x_desc, u_desc, w_desc, low_desc, u_ptr, vectors_ptr, groups, rows, eps,
-    C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, STRIDE: gl.constexpr, BIAS: gl.constexpr,
+    x_desc, u_desc, low_out_desc, w_desc, low_desc, vectors_ptr, groups, eps,
+    C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, BIAS: gl.constexpr,
     GROUPS: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """u = [A1 | D1] norm(x) + bias."""
@@ -98,32 +108,39 @@ def lift(
         for i in gl.static_range(P):
             load_tile(w_desc, [64 * i, 64 * k], full_w, weights.index(i * P + k))
         load_tile(low_desc, [C, 64 * k], full_w, weights_low.index(k))
-    buffers = (tiles_x, tiles_u, weights, weights_low)
+    vectors = keep_vectors(vectors_ptr, 2 * C, 64, 2 * P)
+    if C < 256:
+        bias = keep_vectors(vectors_ptr + BIAS, C, 64, P)
+    else:  # there is no room for it
+        bias = vectors_ptr + BIAS
+    meet()
+    buffers = (tiles_x, tiles_u, weights, weights_low, vectors, bias)
     bars = (full_w, full_x)
+    low_bias_ptr = vectors_ptr + BIAS + C
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
-                       BIAS, GROUPS, TILES)),
-            (consume, (1, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
-                       BIAS, GROUPS, TILES)),
+            (consume, (0, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
+                       TILES)),
+            (consume, (1, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
+                       TILES)),
         ], [4], [REGISTERS])  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize([
-            (consume, (0, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
-                       BIAS, GROUPS, TILES)),
-            (consume, (1, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
-                       BIAS, GROUPS, TILES)),
-            (consume, (2, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
-                       BIAS, GROUPS, TILES)),
+            (consume, (0, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
+                       TILES)),
+            (consume, (1, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
+                       TILES)),
+            (consume, (2, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
+                       TILES)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
-                       BIAS, GROUPS, TILES)),
-            (consume, (1, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
-                       BIAS, GROUPS, TILES)),
-            (consume, (2, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
-                       BIAS, GROUPS, TILES)),
-            (consume, (3, x_desc, u_desc, buffers, bars, u_ptr, vectors_ptr, groups, rows, eps, C, L1, LOW, STRIDE,
-                       BIAS, GROUPS, TILES)),
+            (consume, (0, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
+                       TILES)),
+            (consume, (1, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
+                       TILES)),
+            (consume, (2, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
+                       TILES)),
+            (consume, (3, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
+                       TILES)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

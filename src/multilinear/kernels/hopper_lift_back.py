@@ -15,8 +15,9 @@ from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store
 from multilinear.kernels.hopper_norm_back import add_up, columns_of, row_norm, settle
 from multilinear.kernels.hopper_parts import (
     accumulator,
-    across,
     fetch,
+    keep_vectors,
+    kept,
     normed,
     row_zeros,
     rows_layout,
@@ -76,7 +77,7 @@ def load_floats(tile):
 
 @gluon.jit
 def to_norm(
-    tiles_x, place, along_tile, level_tile, selects, dns, sums, mean, scale, vectors_ptr, C: gl.constexpr,
+    tiles_x, place, along_tile, level_tile, selects, dns, sums, mean, scale, vectors, C: gl.constexpr,
     kind: gl.constexpr,
 ):  # fmt: skip
     """Means of each row that the norm takes off; and the sums for the gradients of its weight and bias, by way of two
@@ -87,7 +88,7 @@ def to_norm(
     pending = sums[0]
     for k in gl.static_range(C // 64):
         x = (load_floats(tiles_x.index(place + k)) - mean[:, None]) * scale[:, None]
-        weighted = dns[k] * across(vectors_ptr, 64 * k, 64, C)
+        weighted = dns[k] * kept(vectors, k, 64)
         level += gl.sum(weighted, 1)
         follow += gl.sum(weighted * x, 1)
         product = (dns[k] * x).to(kind)
@@ -106,7 +107,7 @@ def to_norm(
 
 @gluon.jit
 def to_input(
-    tiles_x, tiles_g, place, select, dns, sums, mean, scale, level, follow, vectors_ptr, E_ptr, ahead, rows, grid,
+    tiles_x, tiles_g, place, select, dns, sums, mean, scale, level, follow, vectors, E_ptr, ahead, rows, grid,
     C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
     """Put the gradient of x where that of the output was, whose sums are taken first, and the norm's output where x
@@ -119,7 +120,7 @@ def to_input(
         pending = add_up(tiles_g.index(place + k), select, sums[k])
         grad = load_floats(tiles_g.index(place + k))
         x = (load_floats(tiles_x.index(place + k)) - mean[:, None]) * scale[:, None]
-        dn = dns[k] * across(vectors_ptr, 64 * k, 64, C) - level[:, None] - x * follow[:, None]
+        dn = dns[k] * kept(vectors, k, 64) - level[:, None] - x * follow[:, None]
         out = (grad + dn * scale[:, None]).to(kind)
         if k > 0:
             du = du + added(loaded, k - 1, k, kind)
@@ -130,7 +131,7 @@ def to_input(
             loaded = loaded + load_low(E_ptr, ahead, rows, grid, C, L1, STRIDE)
         tiles_g.index(place + k).store(out)
         # while those are on their way, from the start: else it would take too many registers above
-        tiles_x.index(place + k).store(normed(tiles_x, place, mean, scale, vectors_ptr, k, C, kind))
+        tiles_x.index(place + k).store(normed(tiles_x, place, mean, scale, vectors, k, C, kind))
     fence_async_shared()
     meet()  # all have written, and said so to the copies
     return done, du, loaded
@@ -143,9 +144,9 @@ def consume(
     STAGES: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     x_desc, grad_desc, out_desc, n_desc = descs[0], descs[1], descs[2], descs[5]
-    tiles_x, tiles_g, spare, selects = buffers[0], buffers[1], buffers[2], buffers[5]
+    tiles_x, tiles_g, spare, selects, vectors = buffers[0], buffers[1], buffers[2], buffers[5], buffers[6]
     full_w, full_x, full_g = bars
-    E_ptr, keep_ptr, vectors_ptr, n_ptr, sums_ptr = pointers
+    E_ptr, keep_ptr, n_ptr, sums_ptr = pointers
     P: gl.constexpr = C // 64
     LOWS: gl.constexpr = (L1 + 15) // 16
     ENOUGH: gl.constexpr = STAGES > P  # spare tiles for all of du
@@ -203,11 +204,11 @@ def consume(
             select.store(columns_of(row_zeros(), row_zeros(), keep, kind))
         level, follow, sums = to_norm(
             tiles_x, place, spare.index(free), spare.index(free + 1), selects, dns, sums, mean,
-            scale, vectors_ptr, C, kind,
+            scale, vectors, C, kind,
         )  # fmt: skip
         mbarrier.wait(full_g.index(mine), phase)
         sums, du, loaded = to_input(
-            tiles_x, tiles_g, place, select, dns, sums, mean, scale, level, follow, vectors_ptr, E_ptr, ahead, rows,
+            tiles_x, tiles_g, place, select, dns, sums, mean, scale, level, follow, vectors, E_ptr, ahead, rows,
             grid, C, L1, STRIDE, kind,
         )  # fmt: skip
         for k in gl.static_range(P):
@@ -262,6 +263,7 @@ def lift_back(
     selects.index(1).store(columns_of(none, none + 1.0, none, kind))
     if not DROP:
         selects.index(2).store(columns_of(none, none, none + 1.0, kind))
+    vectors = keep_vectors(vectors_ptr, 2 * C, 64, 2 * P)
     fence_async_shared()
     meet()
     mbarrier.expect(full_w, (C + 16 * LOWS) * C * 2)
@@ -271,9 +273,9 @@ def lift_back(
         for k in gl.static_range(LOWS):  # rows past the last are zeros
             load_tile(w_low_desc, [C + 16 * k, 64 * c], full_w, weights_low.index(k * P + c))
     descs = (x_desc, grad_desc, out_desc, du_desc, low_desc, n_desc)
-    buffers = (tiles_x, tiles_g, spare, weights, weights_low, selects)
+    buffers = (tiles_x, tiles_g, spare, weights, weights_low, selects, vectors)
     bars = (full_w, full_x, full_g)
-    pointers = (E_ptr, keep_ptr, vectors_ptr, n_ptr, sums_ptr)
+    pointers = (E_ptr, keep_ptr, n_ptr, sums_ptr)
     grid = (height, width, magic_height, magic_width)
     if GROUPS == 2:
         gl.warp_specialize([

@@ -14,10 +14,11 @@ from multilinear.kernels.hopper_mu2 import add_output, finished
 from multilinear.kernels.hopper_names import load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
-    across,
     extras,
     fetch,
     halves,
+    keep_vectors,
+    kept,
     operand,
     release,
     row_zeros,
@@ -39,7 +40,7 @@ def produce(
 ):  # fmt: skip
     """Copy the forms, roots row by row of blocks up to the diagonal, then chunk by chunk both branches and C."""
     both_desc, extra_desc, c_desc, form_desc = descs[3], descs[4], descs[5], descs[6]
-    _, tiles_b, tiles_e, tiles_c, _ = buffers
+    tiles_b, tiles_e, tiles_c = buffers[1], buffers[2], buffers[3]
     full, empty = bars[0], bars[1]
     P: gl.constexpr = C // 64
     item = 0
@@ -80,7 +81,7 @@ def both_branches(ns, extra, tiles_b, tiles_e, slot, P: gl.constexpr):
 
 
 @gluon.jit
-def load_normed(tiles, place, vectors_ptr, eps, C: gl.constexpr, kind: gl.constexpr):
+def load_normed(tiles, place, vectors, eps, C: gl.constexpr, kind: gl.constexpr):
     """Put norm(x) where x is, which stays in registers."""
     xs = ()
     total = row_zeros()
@@ -95,7 +96,7 @@ def load_normed(tiles, place, vectors_ptr, eps, C: gl.constexpr, kind: gl.conste
     scale = gl.rsqrt(total / C + eps)
     for k in gl.static_range(C // 64):
         x = (xs[k].to(gl.float32) - mean[:, None]) * scale[:, None]
-        x = x * across(vectors_ptr, 64 * k, 64, C) + across(vectors_ptr + C, 64 * k, 64, C)
+        x = x * kept(vectors, k, 64) + kept(vectors, C // 64 + k, 64)
         tiles.index(place + k).store(x.to(kind))
     fence_async_shared()
     return xs
@@ -108,9 +109,9 @@ def consume(
     ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     x_desc, out_desc, n_desc = descs[0], descs[1], descs[2]
-    tiles_x, tiles_b, tiles_e, tiles_c, tiles_o = buffers
+    tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, vectors, bias, linear = buffers
     full, empty, full_c, empty_c, full_x = bars
-    keep_ptr, n_ptr, stats_ptr, vectors_ptr, linear_ptr = pointers
+    keep_ptr, n_ptr, stats_ptr, constants_ptr = pointers
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
     item = 0
@@ -122,7 +123,7 @@ def consume(
     while group < groups:
         row = (group * GROUPS + which) * 64
         mbarrier.wait(bar, turn & 1)
-        xs = load_normed(tiles_x, which * P, vectors_ptr, eps, C, kind)
+        xs = load_normed(tiles_x, which * P, vectors, eps, C, kind)
         ns = ()
         for k in gl.static_range(P):
             ns = ns + (tiles_x.index(which * P + k),)
@@ -130,8 +131,8 @@ def consume(
             meet()  # all have written, and said so to the copies
             for k in gl.static_range(P):
                 store_tile(n_desc, [row, 64 * k], ns[k])
-        form_a = row_zeros() + gl.load(linear_ptr + 2 * C)
-        form_b = row_zeros() + gl.load(linear_ptr + 2 * C + 1)
+        form_a = row_zeros() + gl.load(constants_ptr)
+        form_b = row_zeros() + gl.load(constants_ptr + 1)
         for c in gl.static_range(P):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)
@@ -141,7 +142,7 @@ def consume(
             part = warpgroup_mma_wait(0, deps=[part])
             release(empty, slot, False)
             item += 1
-            part = part + across(linear_ptr, 128 * c, 128, 2 * C)
+            part = part + kept(linear, c, 128)
             if ROOTS:
                 part_a, part_b = halves(part * part)
             else:
@@ -204,8 +205,7 @@ def consume(
         for k in gl.static_range(P):
             tma.store_wait(0)
             meet()  # the piece before has left
-            bias = across(vectors_ptr + 3 * C, 64 * k, 64, C)
-            tile_o.store((ys[k] * both[:, None] + keep[:, None] * bias).to(kind))
+            tile_o.store((ys[k] * both[:, None] + keep[:, None] * kept(bias, k, 64)).to(kind))
             fence_async_shared()
             meet()
             store_tile(out_desc, [row, 64 * k], tile_o)
@@ -241,9 +241,13 @@ def mu2_merged(
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()
     descs = (x_desc, out_desc, n_desc, both_desc, extra_desc, c_desc, form_desc)
-    buffers = (tiles_x, tiles_b, tiles_e, tiles_c, tiles_o)
+    vectors = keep_vectors(vectors_ptr, 2 * C, 64, 2 * P)
+    bias = keep_vectors(vectors_ptr + 3 * C, C, 64, P)
+    linear = keep_vectors(linear_ptr, 2 * C, 128, P)
+    meet()
+    buffers = (tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, vectors, bias, linear)
     bars = (full, empty, full_c, empty_c, full_x)
-    pointers = (keep_ptr, n_ptr, stats_ptr, vectors_ptr, linear_ptr)
+    pointers = (keep_ptr, n_ptr, stats_ptr, linear_ptr + 2 * C)
     gl.warp_specialize([
         (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, GROUPS, SLOTS, SLOTS_C,
                    ROOTS, TRAIN, DROP)),

@@ -11,15 +11,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from multilinear.kernels.hopper_names import load_each, load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
-    across,
     fetch,
+    keep_vectors,
+    kept,
     operand,
     row_norm,
     row_zeros,
@@ -64,59 +64,80 @@ def fetch_shifted(u_ptr, row, rows, grid, tiles, place, C: gl.constexpr, STRIDE:
     async_copy.commit_group()
 
 
+@gluon.constexpr_function
+def copied_low(low):
+    """The same for 16 channels of the low rank, of which so many a thread as always move together."""
+    quarter = low // 4
+    vector = min(8, quarter & -quarter)
+    return gl.BlockedLayout([1, vector], [2 * vector, 16 // vector], [4, 1], [1, 0])
+
+
 @gluon.jit
-def load_low(u_ptr, row, rows, grid, C: gl.constexpr, L1: gl.constexpr, K1: gl.constexpr, STRIDE: gl.constexpr):
-    """The shifted rest of u, the low rank of the second branch, with zeros up to K1."""
-    layout: gl.constexpr = accumulator(K1)
-    where = u_ptr + C + shifted(row, 0, L1, K1, STRIDE, grid, layout)
-    where = gl.max_contiguous(gl.multiple_of(where, [1, 4]), [1, 2])
+def fetch_low(
+    u_ptr, row, rows, grid, lows, place, C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr
+):  # fmt: skip
+    """Start copying the shifted rest of u, the low rank of the second branch, in pieces of 16 columns."""
+    layout: gl.constexpr = copied_low(L1)
+    vector: gl.constexpr = layout.size_per_thread[1]
     live = (row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) < rows)[:, None]
-    inside = (gl.arange(0, K1, layout=gl.SliceLayout(0, layout)) < L1)[None, :]
-    return gl.load(where, mask=live & inside, other=0.0)
+    for j in gl.static_range(LOWS):
+        inside = (16 * j + gl.arange(0, 16, layout=gl.SliceLayout(0, layout)) < L1)[None, :]
+        where = u_ptr + C + shifted(row, 16 * j, L1, 16, STRIDE, grid, layout)
+        where = gl.max_contiguous(gl.multiple_of(where, [1, 2 * vector]), [1, vector])
+        load_each(lows.index(place * LOWS + j), where, mask=gl.max_constancy(live & inside, [1, vector]))
 
 
 @gluon.jit
-def second(d, weights, bias_ptr, k, C: gl.constexpr):
+def load_pieces(lows, place, LOWS: gl.constexpr):
+    """The low rank as left sides of products."""
+    ds = ()
+    for j in gl.static_range(LOWS):
+        ds = ds + (lows.index(place * LOWS + j).load(operand()),)
+    return ds
+
+
+@gluon.jit
+def second(ds, weights, bias, k, LOWS: gl.constexpr):
     """64 columns of the second branch ahead of its norm."""
-    q = warpgroup_mma(d, weights.index(k).permute((1, 0)), zeros(64), use_acc=False)
-    return q + across(bias_ptr, 64 * k, 64, C)
+    q = zeros(64)
+    for j in gl.static_range(LOWS):
+        q = times(ds[j], weights.index(k * LOWS + j), q, j == 0)
+    return warpgroup_mma_wait(0, deps=(q,) + ds)[0] + kept(bias, k, 64)
 
 
 @gluon.jit
 def consume(
     which: gl.constexpr, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps,
-    C: gl.constexpr, L1: gl.constexpr, K1: gl.constexpr, STRIDE: gl.constexpr, MU1: gl.constexpr,
+    C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr,
     GROUPS: gl.constexpr, TILES: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    tiles_x, tiles_a, weights_b, weights_c = buffers
+    tiles_x, tiles_a, lows, weights_b, weights_c, vectors, bias = buffers
     full_w, full_x = bars
-    u_ptr, stats_ptr, keep_ptr, vectors_ptr = pointers
+    u_ptr, stats_ptr, keep_ptr = pointers
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
     KEPT: gl.constexpr = TILES if TILES > 0 else 1
-    b_ptr = vectors_ptr + MU1
-    bias_ptr = vectors_ptr + 2 * C
     turn = 0
     group = gl.program_id(0)
     row = (group * GROUPS + which) * 64
     if TILES == 2:
         fetch(x_desc, row, full_x.index(which * KEPT), tiles_x, which * KEPT * P, C)
+    fetch_low(u_ptr, row, rows, grid, lows, which * KEPT, C, L1, LOWS, STRIDE)
     fetch_shifted(u_ptr, row, rows, grid, tiles_a, which * KEPT * P, C, STRIDE, 64)
-    low = load_low(u_ptr, row, rows, grid, C, L1, K1, STRIDE)
     mbarrier.wait(full_w, 0)
     while group < groups:
         row = (group * GROUPS + which) * 64
         ahead = row + gl.num_programs(0) * GROUPS * 64
         mine = which * KEPT + turn % KEPT
         place = mine * P
-        d = gl.convert_layout(low, operand())
-        low = load_low(u_ptr, ahead, rows, grid, C, L1, K1, STRIDE)
         async_copy.wait_group(0)
         meet()
+        ds = load_pieces(lows, mine, LOWS)
         if TILES == 2:
             other = which * 2 + (turn + 1) % 2
             tma.store_wait(0)
             fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
+            fetch_low(u_ptr, ahead, rows, grid, lows, other, C, L1, LOWS, STRIDE)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, other * P, C, STRIDE, 64)
         elif TILES == 1:  # x is not needed before the end
             tma.store_wait(0)
@@ -125,7 +146,7 @@ def consume(
         # the second's, whose mean is zero
         total = row_zeros()
         for k in range(P):
-            q = second(d, weights_b, b_ptr, k, C)
+            q = second(ds, weights_b, vectors, k, LOWS)
             total += gl.sum(q * q, 1)
         scale_b = gl.rsqrt(total / C + eps)
         index = row + gl.arange(0, 64, layout=rows_layout())
@@ -138,11 +159,11 @@ def consume(
         for k in gl.static_range(P):
             ys = ys + (zeros(64),)
         for i in range(P):
-            q = second(d, weights_b, b_ptr, i, C) * scale_b[:, None]
-            q = q * across(b_ptr + 3 * C, 64 * i, 64, C) + across(b_ptr + 4 * C, 64 * i, 64, C)
+            q = second(ds, weights_b, vectors, i, LOWS) * scale_b[:, None]
+            q = q * kept(vectors, 3 * P + i, 64) + kept(vectors, 4 * P + i, 64)
             a = tiles_a.index(place + i).load(accumulator(64)).to(gl.float32)
             a = (a - mean[:, None]) * scale_a[:, None]
-            a = a * across(b_ptr + C, 64 * i, 64, C) + across(b_ptr + 2 * C, 64 * i, 64, C)
+            a = a * kept(vectors, P + i, 64) + kept(vectors, 2 * P + i, 64)
             h = gl.convert_layout((a * q).to(kind), operand())
             new = ()
             for k in gl.static_range(P):
@@ -160,11 +181,12 @@ def consume(
             fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
         elif TILES == 1:  # all have read u
             meet()
+            fetch_low(u_ptr, ahead, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE, 64)
         mbarrier.wait(full_x.index(mine), (turn // KEPT) & 1)
         for k in gl.static_range(P):
             tile = tiles_x.index(place + k)
-            y = (ys[k] + across(bias_ptr, 64 * k, 64, C)) * keep[:, None]
+            y = (ys[k] + kept(bias, k, 64)) * keep[:, None]
             tile.store((tile.load(accumulator(64)).to(gl.float32) + y).to(kind))
         fence_async_shared()
         for k in gl.static_range(P):
@@ -172,6 +194,7 @@ def consume(
         if TILES == 0:
             tma.store_wait(0)
             meet()
+            fetch_low(u_ptr, ahead, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE, 64)
         turn += 1
         group += gl.num_programs(0)
@@ -185,7 +208,7 @@ def consume(
 def mu1(
     x_desc, out_desc, b_desc, c_desc, u_ptr, stats_ptr, keep_ptr, vectors_ptr, groups, rows, tokens,
     height, width, magic_height, magic_width, eps,
-    C: gl.constexpr, L1: gl.constexpr, K1: gl.constexpr, STRIDE: gl.constexpr, MU1: gl.constexpr,
+    C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr, MU1: gl.constexpr,
     GROUPS: gl.constexpr, TILES: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x plus the rest of the first Mu-Layer from u on; in training also three numbers a row."""
@@ -197,7 +220,8 @@ def mu1(
         tiles_x = gl.allocate_shared_memory(kind, [GROUPS * KEPT * P, 64, 64], x_desc.layout)
     else:
         tiles_x = tiles_a
-    weights_b = gl.allocate_shared_memory(kind, [P, 64, K1], b_desc.layout)
+    lows = gl.allocate_shared_memory(kind, [GROUPS * KEPT * LOWS, 64, 16], b_desc.layout)
+    weights_b = gl.allocate_shared_memory(kind, [P * LOWS, 64, 16], b_desc.layout)
     weights_c = gl.allocate_shared_memory(kind, [P * P, 64, 64], c_desc.layout)
     full_w = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full_x = gl.allocate_shared_memory(gl.int64, [GROUPS * KEPT, 1], mbarrier.MBarrierLayout())
@@ -205,28 +229,34 @@ def mu1(
     for i in gl.static_range(GROUPS * KEPT):
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()
-    mbarrier.expect(full_w, (K1 + C) * C * 2)
+    mbarrier.expect(full_w, (16 * LOWS + C) * C * 2)
     for i in gl.static_range(P):
-        load_tile(b_desc, [64 * i, 0], full_w, weights_b.index(i))
+        for j in gl.static_range(LOWS):
+            load_tile(b_desc, [64 * i, 16 * j], full_w, weights_b.index(i * LOWS + j))
         for k in gl.static_range(P):
             load_tile(c_desc, [64 * k, 64 * i], full_w, weights_c.index(i * P + k))
-    buffers = (tiles_x, tiles_a, weights_b, weights_c)
+    for i in gl.static_range(GROUPS * KEPT * LOWS):  # past the low rank they stay zeros
+        lows.index(i).store(zeros(16).to(kind))
+    vectors = keep_vectors(vectors_ptr + MU1, 5 * C, 64, 5 * P)
+    bias = keep_vectors(vectors_ptr + 2 * C, C, 64, P)
+    meet()
+    buffers = (tiles_x, tiles_a, lows, weights_b, weights_c, vectors, bias)
     bars = (full_w, full_x)
-    pointers = (u_ptr, stats_ptr, keep_ptr, vectors_ptr)
+    pointers = (u_ptr, stats_ptr, keep_ptr)
     grid = (height, width, magic_height, magic_width)
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, K1,
-                       STRIDE, MU1, GROUPS, TILES, TRAIN, DROP)),
-            (consume, (1, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, K1,
-                       STRIDE, MU1, GROUPS, TILES, TRAIN, DROP)),
+            (consume, (0, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, LOWS,
+                       STRIDE, GROUPS, TILES, TRAIN, DROP)),
+            (consume, (1, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, LOWS,
+                       STRIDE, GROUPS, TILES, TRAIN, DROP)),
         ], [4], [REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, K1,
-                       STRIDE, MU1, GROUPS, TILES, TRAIN, DROP)),
-            (consume, (1, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, K1,
-                       STRIDE, MU1, GROUPS, TILES, TRAIN, DROP)),
-            (consume, (2, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, K1,
-                       STRIDE, MU1, GROUPS, TILES, TRAIN, DROP)),
+            (consume, (0, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, LOWS,
+                       STRIDE, GROUPS, TILES, TRAIN, DROP)),
+            (consume, (1, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, LOWS,
+                       STRIDE, GROUPS, TILES, TRAIN, DROP)),
+            (consume, (2, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps, C, L1, LOWS,
+                       STRIDE, GROUPS, TILES, TRAIN, DROP)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

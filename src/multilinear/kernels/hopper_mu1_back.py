@@ -17,17 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multilinear.kernels.hopper_mu1 import fetch_shifted, load_low
+from multilinear.kernels.hopper_mu1 import fetch_low, fetch_shifted, load_pieces
 from multilinear.kernels.hopper_names import load_tile, meet, store_tile
+from multilinear.kernels.hopper_norm_back import settle
 from multilinear.kernels.hopper_parts import (
     accumulator,
-    across,
     along,
     fetch,
-    operand,
+    keep_vectors,
+    kept,
     row_zeros,
     rows_layout,
-    store_columns,
     sum_rows,
     times,
     times_columns,
@@ -74,18 +74,25 @@ def load_stats(stats_ptr, keep_ptr, row, rows, tokens, DROP: gl.constexpr):
 
 
 @gluon.jit
-def store_factor(d_ptr, row, rows, low, L1: gl.constexpr, K1: gl.constexpr, SD1: gl.constexpr):
-    """The low rank next to a column of ones, and zeros up to where rows end."""
-    j = gl.arange(0, K1, layout=gl.SliceLayout(0, accumulator(K1)))[None, :]
-    store_columns(d_ptr, row, rows, 0, gl.where(j == L1, 1.0, low.to(gl.float32)).to(low.dtype), K1, SD1, SD1)
-    if K1 == L1:
-        j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
-        ones = gl.where(j == 0, 1.0, zeros(16)).to(low.dtype)
-        store_columns(d_ptr, row, rows, L1, ones, 16, SD1, SD1)
+def put_ones(tile, column: gl.constexpr):
+    """In a column of a piece of the low rank past its last."""
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
+    tile.store(gl.where(j == column, 1.0, tile.load(accumulator(16)).to(gl.float32)).to(tile.dtype))
 
 
 @gluon.jit
-def branches(tiles_g, tiles_a, weights, turn, d, stats, i, b_ptr, C: gl.constexpr, J: gl.constexpr):
+def store_factor(d_desc, row, lows, place, ones, L1: gl.constexpr, LOWS: gl.constexpr):
+    """The low rank next to a column of ones, and zeros up to where rows end."""
+    for j in gl.static_range(LOWS):
+        store_tile(d_desc, [row, 16 * j], lows.index(place * LOWS + j))
+    if L1 % 16 == 0:
+        store_tile(d_desc, [row, L1], ones)
+
+
+@gluon.jit
+def branches(
+    tiles_g, tiles_a, weights, vectors, turn, ds, stats, i, C: gl.constexpr, J: gl.constexpr, LOWS: gl.constexpr
+):  # fmt: skip
     """A chunk of both normed branches, and of the gradient of their product."""
     weights_b, weights_c = weights
     mean, scale_a, scale_b, keep = stats
@@ -93,25 +100,28 @@ def branches(tiles_g, tiles_a, weights, turn, d, stats, i, b_ptr, C: gl.constexp
     dh = zeros(J)
     for k in gl.static_range(P):
         dh = times_columns(tiles_g.index(turn * P + k), weights_c.index(i * P + k), dh, k == 0)
-    b = times(d, weights_b.index(i), zeros(J), True)
-    done = warpgroup_mma_wait(0, deps=(dh, b, d))
+    b = zeros(J)
+    for j in gl.static_range(LOWS):
+        b = times(ds[j], weights_b.index(i * LOWS + j), b, j == 0)
+    done = warpgroup_mma_wait(0, deps=(dh, b) + ds)
     a = tiles_a.index(turn * (C // J) + i).load(accumulator(J)).to(gl.float32)
     a = a * along(scale_a, J) - along(mean * scale_a, J)
-    b = (done[1] + across(b_ptr, J * i, J, C)) * along(scale_b, J)
+    b = (done[1] + kept(vectors, i, J)) * along(scale_b, J)
     return a, b, done[0] * along(keep, J)
 
 
 @gluon.jit
-def affine(x, ptr, i, C: gl.constexpr, J: gl.constexpr):
-    """A branch with its norm's weight and bias."""
-    return x * across(ptr, J * i, J, C) + across(ptr + C, J * i, J, C)
+def affine(x, vectors, i, COUNT: gl.constexpr):
+    """A branch with its norm's weight and bias, which is so many pieces behind it."""
+    return x * kept(vectors, i, x.shape[1]) + kept(vectors, COUNT + i, x.shape[1])
 
 
 @gluon.jit
-def first_pass(h_desc, tile_h, row, i, a, b, dh, keep, b_ptr, C: gl.constexpr, J: gl.constexpr):
+def first_pass(h_desc, tile_h, vectors, row, i, a, b, dh, keep, C: gl.constexpr, J: gl.constexpr):
     """Write a chunk of h. Gradients of the normed branches; sums for those of their norms' weights and biases."""
-    p = affine(a, b_ptr + C, i, C, J)
-    q = affine(b, b_ptr + 3 * C, i, C, J)
+    COUNT: gl.constexpr = C // J
+    p = affine(a, vectors, COUNT + i, COUNT)
+    q = affine(b, vectors, 3 * COUNT + i, COUNT)
     tma.store_wait(0)
     meet()  # the tile is free
     tile_h.store((p * q * along(keep, J)).to(h_desc.dtype))
@@ -120,12 +130,13 @@ def first_pass(h_desc, tile_h, row, i, a, b, dh, keep, b_ptr, C: gl.constexpr, J
     store_tile(h_desc, [row, J * i], tile_h)
     dp, dq = dh * q, dh * p
     parts = (column_sums(dp * a, J), column_sums(dp, J), column_sums(dq * b, J), column_sums(dq, J))
-    return dp * across(b_ptr + C, J * i, J, C), dq * across(b_ptr + 3 * C, J * i, J, C), parts
+    return dp * kept(vectors, COUNT + i, J), dq * kept(vectors, 3 * COUNT + i, J), parts
 
 
 @gluon.jit
 def second_pass(
-    e_desc, db_desc, tile_e, tile_b, weights_b, stats, means, down, a, b, grad_a, grad_b, row, i, J: gl.constexpr
+    e_desc, db_desc, tile_e, tile_b, weights_b, stats, means, down, a, b, grad_a, grad_b, row, i, J: gl.constexpr,
+    LOWS: gl.constexpr,
 ):  # fmt: skip
     """Write a chunk of E and of db, from tiles that nothing reads any more; add what db gives to the low rank."""
     scale_a, scale_b = stats[1], stats[2]
@@ -138,23 +149,25 @@ def second_pass(
     meet()
     store_tile(e_desc, [row, J * i], tile_e)
     store_tile(db_desc, [row, J * i], tile_b)
-    return warpgroup_mma_wait(0, deps=[times_columns(tile_b, weights_b.index(i), down, False)])
+    new = ()
+    for j in gl.static_range(LOWS):
+        new = new + (times_columns(tile_b, weights_b.index(i * LOWS + j), down[j], False),)
+    return settle(new, 0, LOWS)
 
 
 @gluon.jit
 def consume(
     which: gl.constexpr, descs, buffers, bars, pointers, groups, rows, tokens, grid,
-    C: gl.constexpr, L1: gl.constexpr, K1: gl.constexpr, STRIDE: gl.constexpr, SD1: gl.constexpr, MU1: gl.constexpr,
+    C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr,
     J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    grad_desc, h_desc, e_desc, db_desc = descs
-    tiles_g, tiles_a, tiles_h, weights_b, weights_c = buffers
+    grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc = descs
+    tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, vectors = buffers
     full_w, full_g = bars
-    u_ptr, stats_ptr, keep_ptr, vectors_ptr, E_ptr, d_ptr, sums_ptr = pointers
+    u_ptr, stats_ptr, keep_ptr, sums_ptr = pointers
     weights = (weights_b, weights_c)
     P: gl.constexpr = C // 64
     CHUNKS: gl.constexpr = C // J
-    b_ptr = vectors_ptr + MU1
     tile_h = tiles_h.index(which)
     sums = ()
     for k in gl.static_range(4 * CHUNKS):
@@ -163,30 +176,36 @@ def consume(
     group = gl.program_id(0)
     row = (group * GROUPS + which) * 64
     fetch(grad_desc, row, full_g.index(which * TILES), tiles_g, which * TILES * P, C)
+    fetch_low(u_ptr, row, rows, grid, lows, which * TILES, C, L1, LOWS, STRIDE)
     fetch_shifted(u_ptr, row, rows, grid, tiles_a, which * TILES * CHUNKS, C, STRIDE, J)
-    low = load_low(u_ptr, row, rows, grid, C, L1, K1, STRIDE)
     mbarrier.wait(full_w, 0)
     while group < groups:
         row = (group * GROUPS + which) * 64
         ahead = row + gl.num_programs(0) * GROUPS * 64
         mine = which * TILES + turn % TILES
         stats = load_stats(stats_ptr, keep_ptr, row, rows, tokens, DROP)
-        store_factor(d_ptr, row, rows, low, L1, K1, SD1)
-        d = gl.convert_layout(low, operand())
-        low = load_low(u_ptr, ahead, rows, grid, C, L1, K1, STRIDE)
         async_copy.wait_group(0)
         mbarrier.wait(full_g.index(mine), (turn // TILES) & 1)
         tma.store_wait(0)
         meet()  # all see this tile, and what was written from the one before is gone
+        ds = load_pieces(lows, mine, LOWS)
+        if L1 % 16 > 0:
+            put_ones(lows.index(mine * LOWS + LOWS - 1), L1 % 16)
+        fence_async_shared()
+        meet()
+        store_factor(d_desc, row, lows, mine, ones, L1, LOWS)
         if TILES == 2:
             other = which * 2 + (turn + 1) % 2
             fetch(grad_desc, ahead, full_g.index(other), tiles_g, other * P, C)
+            fetch_low(u_ptr, ahead, rows, grid, lows, other, C, L1, LOWS, STRIDE)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, other * CHUNKS, C, STRIDE, J)
         share_a, share_b = stats[1] / C, stats[2] / C
-        down = zeros(K1)
+        down = ()
+        for j in gl.static_range(LOWS):
+            down = down + (zeros(16),)
         if CHUNKS == 1:
-            a, b, dh = branches(tiles_g, tiles_a, weights, mine, d, stats, 0, b_ptr, C, J)
-            dp, dq, parts = first_pass(h_desc, tile_h, row, 0, a, b, dh, stats[3], b_ptr, C, J)
+            a, b, dh = branches(tiles_g, tiles_a, weights, vectors, mine, ds, stats, 0, C, J, LOWS)
+            dp, dq, parts = first_pass(h_desc, tile_h, vectors, row, 0, a, b, dh, stats[3], C, J)
             new = ()
             for k in gl.static_range(4):
                 new = new + (sums[k] + parts[k],)
@@ -197,13 +216,13 @@ def consume(
             # E comes where u was, and db where the gradient was
             down = second_pass(
                 e_desc, db_desc, tiles_a.index(mine), tiles_g.index(mine), weights_b, stats, means, down,
-                a, b, dp, dq, row, 0, J,
+                a, b, dp, dq, row, 0, J, LOWS,
             )  # fmt: skip
         else:
             level_a, along_a, level_b, along_b = row_zeros(), row_zeros(), row_zeros(), row_zeros()
             for i in range(CHUNKS):
-                a, b, dh = branches(tiles_g, tiles_a, weights, mine, d, stats, i, b_ptr, C, J)
-                dp, dq, parts = first_pass(h_desc, tile_h, row, i, a, b, dh, stats[3], b_ptr, C, J)
+                a, b, dh = branches(tiles_g, tiles_a, weights, vectors, mine, ds, stats, i, C, J, LOWS)
+                dp, dq, parts = first_pass(h_desc, tile_h, vectors, row, i, a, b, dh, stats[3], C, J)
                 new = ()
                 for c in gl.static_range(CHUNKS):  # in registers, where a place cannot be looked up
                     for k in gl.static_range(4):
@@ -215,20 +234,27 @@ def consume(
                 along_b += sum_rows(dq * b)
             means = (level_a * share_a, along_a * share_a, level_b * share_b, along_b * share_b)
             for i in range(CHUNKS):
-                a, b, dh = branches(tiles_g, tiles_a, weights, mine, d, stats, i, b_ptr, C, J)
-                dp = dh * affine(b, b_ptr + 3 * C, i, C, J) * across(b_ptr + C, J * i, J, C)
-                dq = dh * affine(a, b_ptr + C, i, C, J) * across(b_ptr + 3 * C, J * i, J, C)
+                a, b, dh = branches(tiles_g, tiles_a, weights, vectors, mine, ds, stats, i, C, J, LOWS)
+                dp = dh * affine(b, vectors, 3 * CHUNKS + i, CHUNKS) * kept(vectors, CHUNKS + i, J)
+                dq = dh * affine(a, vectors, CHUNKS + i, CHUNKS) * kept(vectors, 3 * CHUNKS + i, J)
                 tma.store_wait(0)
                 meet()  # the tile of h is free
                 down = second_pass(
                     e_desc, db_desc, tiles_a.index(mine * CHUNKS + i), tile_h, weights_b, stats, means, down,
-                    a, b, dp, dq, row, i, J,
+                    a, b, dp, dq, row, i, J, LOWS,
                 )  # fmt: skip
-        store_columns(E_ptr, row, rows, C, down.to(grad_desc.dtype), K1, STRIDE, C + L1)
+        # d has been written long ago
+        for j in gl.static_range(LOWS):
+            lows.index(mine * LOWS + j).store(down[j].to(grad_desc.dtype))
+        fence_async_shared()
+        meet()
+        for j in gl.static_range(LOWS):  # past the last column it is cut off
+            store_tile(low_desc, [row, C + 16 * j], lows.index(mine * LOWS + j))
         if TILES == 1:
             tma.store_wait(0)
             meet()
             fetch(grad_desc, ahead, full_g.index(mine), tiles_g, mine * P, C)
+            fetch_low(u_ptr, ahead, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, mine * CHUNKS, C, STRIDE, J)
         turn += 1
         group += gl.num_programs(0)
@@ -244,9 +270,9 @@ def consume(
 
 @gluon.jit
 def mu1_back(
-    grad_desc, h_desc, e_desc, db_desc, b_desc, c_desc, u_ptr, stats_ptr, keep_ptr, vectors_ptr, E_ptr, d_ptr,
+    grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, b_desc, c_desc, u_ptr, stats_ptr, keep_ptr, vectors_ptr,
     sums_ptr, groups, rows, tokens, height, width, magic_height, magic_width,
-    C: gl.constexpr, L1: gl.constexpr, K1: gl.constexpr, STRIDE: gl.constexpr, SD1: gl.constexpr, MU1: gl.constexpr,
+    C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr, MU1: gl.constexpr,
     J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """From the gradient of the first Mu-Layer's output to E, that of the shifted u; the factors h, db and d; sums."""
@@ -256,37 +282,46 @@ def mu1_back(
     tiles_g = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], grad_desc.layout)
     tiles_a = gl.allocate_shared_memory(kind, [GROUPS * TILES * CHUNKS, 64, J], e_desc.layout)
     tiles_h = gl.allocate_shared_memory(kind, [GROUPS, 64, J], h_desc.layout)
-    weights_b = gl.allocate_shared_memory(kind, [CHUNKS, J, K1], b_desc.layout)
+    lows = gl.allocate_shared_memory(kind, [GROUPS * TILES * LOWS, 64, 16], low_desc.layout)
+    ones = gl.allocate_shared_memory(kind, [64, 16], low_desc.layout)
+    weights_b = gl.allocate_shared_memory(kind, [CHUNKS * LOWS, J, 16], b_desc.layout)
     weights_c = gl.allocate_shared_memory(kind, [CHUNKS * P, 64, J], c_desc.layout)
     full_w = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     full_g = gl.allocate_shared_memory(gl.int64, [GROUPS * TILES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(full_w, count=1)
     for i in gl.static_range(GROUPS * TILES):
         mbarrier.init(full_g.index(i), count=1)
+    for i in gl.static_range(GROUPS * TILES * LOWS):  # past the low rank they stay zeros
+        lows.index(i).store(zeros(16).to(kind))
+    ones.store(zeros(16).to(kind))
+    put_ones(ones, 0)
+    vectors = keep_vectors(vectors_ptr + MU1, 5 * C, J, 5 * CHUNKS)
     fence_async_shared()
-    mbarrier.expect(full_w, (K1 + C) * C * 2)
+    meet()
+    mbarrier.expect(full_w, (16 * LOWS + C) * C * 2)
     for i in gl.static_range(CHUNKS):
-        load_tile(b_desc, [J * i, 0], full_w, weights_b.index(i))
+        for j in gl.static_range(LOWS):
+            load_tile(b_desc, [J * i, 16 * j], full_w, weights_b.index(i * LOWS + j))
         for k in gl.static_range(P):
             load_tile(c_desc, [64 * k, J * i], full_w, weights_c.index(i * P + k))
-    descs = (grad_desc, h_desc, e_desc, db_desc)
-    buffers = (tiles_g, tiles_a, tiles_h, weights_b, weights_c)
+    descs = (grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc)
+    buffers = (tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, vectors)
     bars = (full_w, full_g)
-    pointers = (u_ptr, stats_ptr, keep_ptr, vectors_ptr, E_ptr, d_ptr, sums_ptr)
+    pointers = (u_ptr, stats_ptr, keep_ptr, sums_ptr)
     grid = (height, width, magic_height, magic_width)
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, K1, STRIDE, SD1, MU1,
-                       J, GROUPS, TILES, DROP)),
-            (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, K1, STRIDE, SD1, MU1,
-                       J, GROUPS, TILES, DROP)),
+            (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, LOWS, STRIDE, J,
+                       GROUPS, TILES, DROP)),
+            (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, LOWS, STRIDE, J,
+                       GROUPS, TILES, DROP)),
         ], [4], [REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, K1, STRIDE, SD1, MU1,
-                       J, GROUPS, TILES, DROP)),
-            (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, K1, STRIDE, SD1, MU1,
-                       J, GROUPS, TILES, DROP)),
-            (consume, (2, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, K1, STRIDE, SD1, MU1,
-                       J, GROUPS, TILES, DROP)),
+            (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, LOWS, STRIDE, J,
+                       GROUPS, TILES, DROP)),
+            (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, LOWS, STRIDE, J,
+                       GROUPS, TILES, DROP)),
+            (consume, (2, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, LOWS, STRIDE, J,
+                       GROUPS, TILES, DROP)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

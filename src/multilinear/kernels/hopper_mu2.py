@@ -12,9 +12,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from multilinear.kernels.hopper_names import meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
-    across,
     extras,
     fetch,
+    keep_vectors,
+    kept,
     normed,
     operand,
     piece_width,
@@ -79,7 +80,7 @@ def add_output(ys, h, tiles_c, slot, P: gl.constexpr):
 
 @gluon.jit
 def consume(
-    which: gl.constexpr, descs, buffers, bars, pointers, groups, rows, tokens, eps,
+    which: gl.constexpr, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr, STAGED: gl.constexpr, STAGED_LOW: gl.constexpr,
     SPARE: gl.constexpr, FORMS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
@@ -87,14 +88,12 @@ def consume(
     x_desc, out_desc, n_desc = descs[0], descs[1], descs[2]
     tiles_x, tiles_a, _, tiles_b, tiles_t, tiles_c, tiles_d = buffers
     full, empty, full_c, empty_c, full_x = bars
-    keep_ptr, n_ptr, d_ptr, stats_ptr, vectors_ptr = pointers
+    keep_ptr, n_ptr, d_ptr, stats_ptr, constants_ptr = pointers
+    vectors, bias, linear, low_bias, low_linear = kept_vectors
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
     RESIDENT: gl.constexpr = resident(C, R2, J, PIECES, True, SLOTS, SLOTS_C)
     kind: gl.constexpr = x_desc.dtype
-    linear_ptr = vectors_ptr + FORMS
-    e_ptr, low_linear_ptr, constants_ptr = linear_ptr + C, linear_ptr + C + L2, linear_ptr + C + 2 * L2
-    bias_ptr = vectors_ptr + 3 * C
     # with a second tile x stays until it is added to, and the next one is fetched ahead: where n was if that is staged
     TILES_X: gl.constexpr = 2 if SPARE else 1
     item = 0
@@ -122,7 +121,7 @@ def consume(
         live = row + index < rows
         ns = ()
         for k in gl.static_range(P):
-            n = normed(tiles_x, place, mean, scale, vectors_ptr, k, C, kind)
+            n = normed(tiles_x, place, mean, scale, vectors, k, C, kind)
             if STAGED:
                 tiles_x.index(other * P + k).store(n)
                 ns = ns + (tiles_x.index(other * P + k),)
@@ -148,7 +147,7 @@ def consume(
                 n = tiles_x.index(other * P + c * J // 64).slice(c * J % 64, J, 1).load(accumulator(J))
             else:
                 n = gl.convert_layout(ns[c], accumulator(J))
-            form += sum_rows((part + across(linear_ptr, J * c, J, C)) * n.to(gl.float32))
+            form += sum_rows((part + kept(linear, c, J)) * n.to(gl.float32))
         scale_a = gl.rsqrt(gl.maximum(form, 0.0) / R2 + eps)
         # the low rank and the variance of the second branch
         low = ()
@@ -162,7 +161,7 @@ def consume(
             part = warpgroup_mma_wait(0, deps=[part])
             release(empty, slot, RESIDENT)
             item += 1
-            low = low + ((part + across(e_ptr, J * p, piece_width(p, P2, J, TAIL), L2)).to(kind),)
+            low = low + ((part + kept(low_bias, p, piece_width(p, P2, J, TAIL))).to(kind),)
         form = row_zeros() + gl.load(constants_ptr + 1)
         for p in gl.static_range(PIECES):
             slot, phase = slot_of(item, SLOTS, RESIDENT)
@@ -178,7 +177,7 @@ def consume(
             part = warpgroup_mma_wait(0, deps=[part])
             release(empty, slot, RESIDENT)
             item += 1
-            part = (part + across(low_linear_ptr, J * p, piece_width(p, P2, J, TAIL), L2)) * low[p].to(gl.float32)
+            part = (part + kept(low_linear, p, piece_width(p, P2, J, TAIL))) * low[p].to(gl.float32)
             form += sum_rows(part)
         scale_b = gl.rsqrt(gl.maximum(form, 0.0) / R2 + eps)
         extra = extras(scale_a, 0, 16, kind).to(kind)
@@ -258,7 +257,7 @@ def consume(
         for k in gl.static_range(P):
             tile = tiles_x.index(place + k)
             x = tile.load(accumulator(64)).to(gl.float32) + ys[k] * both[:, None]
-            tile.store((x + keep[:, None] * across(bias_ptr, 64 * k, 64, C)).to(kind))
+            tile.store((x + keep[:, None] * kept(bias, k, 64)).to(kind))
         fence_async_shared()
         for k in gl.static_range(P):
             store_tile(out_desc, [row, 64 * k], tiles_x.index(place + k))
@@ -301,23 +300,30 @@ def mu2(
     descs = (x_desc, out_desc, n_desc, a_desc, e_desc, b_desc, t_desc, c_desc, g_desc, d_desc, h_desc, i_desc)
     buffers = (tiles_x, tiles_a, tiles_e, tiles_b, tiles_t, tiles_c, tiles_d)
     bars = (full, empty, full_c, empty_c, full_x)
-    pointers = (keep_ptr, n_ptr, d_ptr, stats_ptr, vectors_ptr)
+    forms_ptr = vectors_ptr + FORMS
+    kept_vectors = (
+        keep_vectors(vectors_ptr, 2 * C, 64, 2 * P), keep_vectors(vectors_ptr + 3 * C, C, 64, P),
+        keep_vectors(forms_ptr, C, J, C // J), keep_vectors(forms_ptr + C, L2, J, PIECES),
+        keep_vectors(forms_ptr + C + L2, L2, J, PIECES),
+    )  # fmt: skip
+    meet()
+    pointers = (keep_ptr, n_ptr, d_ptr, stats_ptr, forms_ptr + C + 2 * L2)
     # numbers that are known to the compiler stay so in tuples only where these are written
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
+            (consume, (0, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
                        SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
-            (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
+            (consume, (1, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
                        SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
             (produce, (descs, buffers, bars, groups, C, R2, P2, TAIL, J, SLOTS, SLOTS_C)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
+            (consume, (0, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
                        SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
-            (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
+            (consume, (1, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
                        SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
-            (consume, (2, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
+            (consume, (2, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
                        SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
             (produce, (descs, buffers, bars, groups, C, R2, P2, TAIL, J, SLOTS, SLOTS_C)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

@@ -21,9 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from multilinear.kernels.hopper_names import meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
-    across,
     along,
     halves,
+    keep_vectors,
+    kept,
     row_zeros,
     rows_layout,
     slot_of,
@@ -144,7 +145,7 @@ def columns_of(first, second, third, kind: gl.constexpr):
 
 @gluon.jit
 def to_norm(
-    which: gl.constexpr, ring, selects, empty, dns, sums, item, mean, scale, vectors_ptr,
+    which: gl.constexpr, ring, selects, empty, dns, sums, item, mean, scale, vectors,
     C: gl.constexpr, TILES: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
     """Means of each row that the norm takes off; and the sums for the gradients of its weight and bias, by way of the
@@ -157,7 +158,7 @@ def to_norm(
     pending = sums[0]
     for k in gl.static_range(C // 64):
         x = (load(ring, which, item + k, TILES) - mean[:, None]) * scale[:, None]
-        weighted = dns[k] * across(vectors_ptr, 64 * k, 64, C)
+        weighted = dns[k] * kept(vectors, k, 64)
         level += gl.sum(weighted, 1)
         follow += gl.sum(weighted * x, 1)
         product = (dns[k] * x).to(kind)
@@ -179,7 +180,7 @@ def to_norm(
 
 @gluon.jit
 def to_input(
-    which: gl.constexpr, ring, select, full, empty, dns, sums, item, mean, scale, level, follow, vectors_ptr,
+    which: gl.constexpr, ring, select, full, empty, dns, sums, item, mean, scale, level, follow, vectors,
     C: gl.constexpr, TILES: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
     """Put the gradient of x where that of the output was, whose sums are taken first: tiles of x are the older ones in
@@ -191,7 +192,7 @@ def to_input(
         pending = add_up(tile_at(ring, which, item + P + k, TILES), select, sums[k])
         grad = load(ring, which, item + P + k, TILES)
         x = (load(ring, which, item + k, TILES) - mean[:, None]) * scale[:, None]
-        dn = dns[k] * across(vectors_ptr, 64 * k, 64, C) - level[:, None] - x * follow[:, None]
+        dn = dns[k] * kept(vectors, k, 64) - level[:, None] - x * follow[:, None]
         out = (grad + dn * scale[:, None]).to(kind)
         done = done + (warpgroup_mma_wait(0, deps=[pending]),)
         meet()  # no warp reads either tile any more
@@ -209,9 +210,9 @@ def consume(
     SLOTS: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     out_desc = descs[3]
-    ring, selects = buffers[0], buffers[3]
+    ring, selects, vectors = buffers[0], buffers[3], buffers[4]
     full, empty, empty_s = bars[0], bars[1], bars[3]
-    keep_ptr, vectors_ptr, sums_ptr = pointers
+    keep_ptr, sums_ptr = pointers
     P: gl.constexpr = C // 64
     WIDE: gl.constexpr = C // 128
     COUNT: gl.constexpr = WIDE + (1 if C % 128 > 0 else 0)
@@ -256,10 +257,10 @@ def consume(
         mean, scale = row_norm(ring, which, item, eps, C, TILES)
         meet()  # or the tiles would stay in registers from here on
         level, follow, sums = to_norm(
-            which, ring, selects, empty, pieces, sums, item, mean, scale, vectors_ptr, C, TILES, kind
+            which, ring, selects, empty, pieces, sums, item, mean, scale, vectors, C, TILES, kind
         )  # fmt: skip
         sums = to_input(
-            which, ring, select, full, empty, pieces, sums, item, mean, scale, level, follow, vectors_ptr, C, TILES,
+            which, ring, select, full, empty, pieces, sums, item, mean, scale, level, follow, vectors, C, TILES,
             kind,
         )  # fmt: skip
         for k in gl.static_range(P):
@@ -305,12 +306,13 @@ def norm_back(
     selects.index(1).store(columns_of(none, none + 1.0, none, kind))
     if not DROP:
         selects.index(2).store(columns_of(none, none, none + 1.0, kind))
+    vectors = keep_vectors(vectors_ptr, C, 64, C // 64)
     fence_async_shared()
     meet()
     descs = (p_desc, x_desc, grad_desc, out_desc, wide_desc, narrow_desc)
-    buffers = (ring, wides, narrows, selects)
+    buffers = (ring, wides, narrows, selects, vectors)
     bars = (full, empty, full_s, empty_s)
-    pointers = (keep_ptr, vectors_ptr, sums_ptr)
+    pointers = (keep_ptr, sums_ptr)
     gl.warp_specialize([
         (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, SP, J, GROUPS, TILES, SLOTS,
                    DROP)),

@@ -58,6 +58,24 @@ def across(ptr, first, WIDTH: gl.constexpr, LIMIT: gl.constexpr):
 
 
 @gluon.jit
+def keep_vectors(ptr, LENGTH: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr):
+    """Vectors that lie one after the other, in shared memory, in pieces of WIDTH and with zeros behind them: loads from
+    global memory would wait for those of tokens that are on their way."""
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    vectors = gl.allocate_shared_memory(gl.float32, [PIECES, WIDTH], one)
+    for i in gl.static_range(PIECES):
+        place = WIDTH * i + gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
+        vectors.index(i).store(gl.load(ptr + place, mask=place < LENGTH, other=0.0))
+    return vectors
+
+
+@gluon.jit
+def kept(vectors, i, WIDTH: gl.constexpr):
+    """Piece i of such vectors, or its first part: a number for each column."""
+    return vectors.index(i).slice(0, WIDTH).load(gl.SliceLayout(0, accumulator(WIDTH)))[None, :]
+
+
+@gluon.jit
 def along(x, WIDTH: gl.constexpr):
     """A number for each row, next to tiles of that width."""
     return gl.convert_layout(x, gl.SliceLayout(1, accumulator(WIDTH)))[:, None]
@@ -158,10 +176,10 @@ def fetch(desc, row, bar, tiles, place, C: gl.constexpr):
 
 
 @gluon.jit
-def normed(tiles, place, mean, scale, weights_ptr, k: gl.constexpr, C: gl.constexpr, kind: gl.constexpr):
+def normed(tiles, place, mean, scale, vectors, k: gl.constexpr, C: gl.constexpr, kind: gl.constexpr):
     x = tiles.index(place + k).load(accumulator(64)).to(gl.float32)
     x = (x - mean[:, None]) * scale[:, None]
-    return (x * across(weights_ptr, 64 * k, 64, C) + across(weights_ptr + C, 64 * k, 64, C)).to(kind)
+    return (x * kept(vectors, k, 64) + kept(vectors, C // 64 + k, 64)).to(kind)
 
 
 @gluon.jit
