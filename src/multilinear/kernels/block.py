@@ -140,7 +140,7 @@ def _few_tokens(
 
 
 def _first_layer(
-    x: Tensor, u: Tensor, mid: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
+    x: Tensor, u: Tensor, mid: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
     keep_border: bool, eps: float, save: bool,
 ) -> None:  # fmt: skip
     """u, and the value between the Mu-Layers from it."""
@@ -148,7 +148,7 @@ def _first_layer(
     rows = len(u)
     ahead = hopper.plan_lift(s) if x.is_cuda else None
     if ahead is not None:
-        hopper.lift(x, u, ready, s, ahead, offsets(s).bias, eps)
+        hopper.lift(x, u, norms, ready, s, ahead, offsets(s).bias, eps, save)
     else:
         tile = tiles(s)["lift"]
         kernel = block_forward.lift
@@ -171,6 +171,12 @@ def _first_layer(
         )  # fmt: skip
 
 
+def _new_norms(x: Tensor, s: Sizes) -> Tensor:
+    """Memory for two numbers of each token, which only kernels for Hopper leave."""
+    there = x.is_cuda and hopper.plan_lift(s) is not None
+    return x.new_empty((2, x.numel() // s.channels) if there else 0, dtype=torch.float32)
+
+
 def poly_block_now(
     x: Tensor,
     keep1: Tensor | None,
@@ -181,8 +187,8 @@ def poly_block_now(
     eps: float,
     save: bool,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, the first one's
-    statistics, what the second's branches read, and its statistics."""
+    """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, statistics of x
+    (if a kernel for Hopper has them) and of the first layer, what the second's branches read, and its statistics."""
     fields = len(Prepared._fields)
     s, ready = sizes_of(weights), Prepared(*prepared[:fields])
     x = aligned(x)
@@ -194,7 +200,8 @@ def poly_block_now(
     u = x.new_empty(rows, align(s.rank1 + s.low1))
     out, mid = torch.empty_like(x), torch.empty_like(x)
     stats1, stats2 = (x.new_empty((rows, 3) if save else 0, dtype=torch.float32) for _ in range(2))
-    _first_layer(x, u, mid, stats1, keep1, ready, s, keep_border, eps, save)
+    norms = _new_norms(x, s) if save else x.new_empty(0)
+    _first_layer(x, u, mid, norms, stats1, keep1, ready, s, keep_border, eps, save)
     n = x.new_empty((rows, s.channels + 16) if save else 0)
     d = x.new_empty((rows, s.low2 + 16) if save and not ready.merged else 0)
     plan = hopper.plan_for(s, save) if x.is_cuda else None
@@ -213,7 +220,7 @@ def poly_block_now(
             TRAIN=save, T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages,
             num_warps=tile.warps,
         )  # fmt: skip
-    return out, [u, mid, stats1, n, d, stats2] if save else []
+    return out, [u, mid, norms, stats1, n, d, stats2] if save else []
 
 
 # An operator that compilers see whole. It costs half a millisecond a call, which code that runs at once does without.
@@ -231,4 +238,4 @@ def _(
     stats1, stats2 = (x.new_empty(rows, 3, dtype=torch.float32) for _ in range(2))
     u, n = (x.new_empty(rows, wide) for wide in (align(s.rank1 + s.low1), s.channels + 16))
     d = x.new_empty(0 if merges(weights) else (rows, s.low2 + 16))
-    return torch.empty_like(x), [u, torch.empty_like(x), stats1, n, d, stats2]
+    return torch.empty_like(x), [u, torch.empty_like(x), _new_norms(x, s), stats1, n, d, stats2]

@@ -26,7 +26,7 @@ from multilinear.kernels.launch import launch, side_stream
 _NORM_B = "norm_b.weight", "norm_b.bias", "alpha"
 _SMALL = tuple(f"{part}.{name}" for part in ("A", "D", "B", "norm_a", "norm_b") for name in ("weight", "bias"))
 # What the kernels that end in gradients read and write, in the order of their arguments.
-FIRST_READS = tuple(f"mu1.{name}" for name in _NORM_B)
+FIRST_READS = "norm1.weight", "norm1.bias", *(f"mu1.{name}" for name in ("A.weight", "D.weight", *_NORM_B))
 FIRST_WRITES = (
     "norm1.weight", "norm1.bias", *(f"mu1.{name}" for name in (*_SMALL, "C.bias", "alpha")), "mu2.C.bias", "mu2.alpha"
 )  # fmt: skip
@@ -171,8 +171,8 @@ def _through_shared_norm(
 
 
 def _first_layer(
-    grad: Tensor, x: Tensor, u: Tensor, stats: Tensor, keep: Tensor | None, found: Named, ready: Prepared, s: Sizes,
-    keep_border: bool, eps: float,
+    grad: Tensor, x: Tensor, u: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, found: Named,
+    ready: Prepared, s: Sizes, keep_border: bool, eps: float,
 ) -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
     """The gradient of the block's input, and what those of the first Mu-Layer are made of: two products, and what is
     summed up in the norm and in the layer. A third product is a gradient by itself."""
@@ -196,7 +196,8 @@ def _first_layer(
         )  # fmt: skip
     last = hopper.plan_lift_back(s, rows, height, width, keep_border) if x.is_cuda else None
     if last is not None:
-        out, du, n, norm_sums = hopper.lift_back(E, x, grad, keep, ready, s, last, eps)
+        n = x.view(rows, channels)  # norm(x) is made up for later
+        out, du, norm_sums = hopper.lift_back(E, x, grad, keep, norms, ready, s, last)
     else:
         tile = tiles(s)["lift_back"]
         programs = triton.cdiv(rows, tile.tokens)
@@ -218,12 +219,13 @@ def _summed(first: Tensor, mu1: Tensor, second: Tensor, s: Sizes) -> Tensor:
     """Rows that add up to the sums of the shared norm's first and second place and of the first Mu-Layer."""
     rows, columns = 128, 64
     parts = min(32, triton.next_power_of_2(triton.cdiv(max(map(len, (first, second, mu1))), rows)))
-    out = first.new_empty(parts, 6 * s.channels + 4 * s.rank1)
+    widths = first.flatten(1).shape[1], 3 * s.channels, 4 * s.rank1
+    out = first.new_empty(parts, sum(widths))
     kernel = block_weights_back.partial_sums
-    programs = parts * (2 * triton.cdiv(3 * s.channels, columns) + triton.cdiv(4 * s.rank1, columns))
+    programs = parts * sum(triton.cdiv(width, columns) for width in widths)
     launch(
         kernel, programs,
-        first, len(first), second, len(second), mu1, len(mu1), out, **constants(s, kernel.arg_names),
+        first, len(first), second, len(second), mu1, len(mu1), out, **constants(s, kernel.arg_names), LINE=widths[0],
         PARTS=parts, ROWS=rows, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out
@@ -235,10 +237,11 @@ def _finish(lifting: Tensor, factor: Tensor, sums: Tensor, terms: Tensor, named:
     tall, wide = 32, 64
     across, low_across = (triton.cdiv(width + 1, wide) for width in (s.channels, s.low1))
     programs = triton.cdiv(s.rank1, tall) * (across + low_across) + triton.cdiv(s.low1, tall) * across
+    programs += 6 + triton.cdiv(s.channels, tall)  # vectors and sums, those of the shared norm in parts
     launch(
-        kernel, programs + 8,  # and as many vectors and sums
+        kernel, programs,
         lifting, factor, sums, *(named[name] for name in FIRST_READS), terms, *(found[name] for name in FIRST_WRITES),
-        **constants(s, kernel.arg_names), PARTS=len(sums), ROWS=tall, COLUMNS=wide,
+        **constants(s, kernel.arg_names), LINE=sums.shape[1] - 3 * s.channels - 4 * s.rank1, PARTS=len(sums), ROWS=tall, COLUMNS=wide,
         VECTOR=triton.next_power_of_2(max(s.channels, s.rank1)), TERMS=triton.next_power_of_2(s.rank2), num_warps=4,
     )  # fmt: skip
 
@@ -252,10 +255,10 @@ def poly_block_backward_now(
     with torch.autocast(x.device.type, enabled=False):
         found = dict(zip(BLOCK_PARAMETERS, _gradients_of(weights), strict=True))
         named = {name: weight.contiguous() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
-        u, mid, stats1, n, d, stats2 = saved
+        u, mid, norms, stats1, n, d, stats2 = saved
         grad, x = aligned(grad), aligned(x)
         grad, sums2, terms, join = _second_layer(grad, mid, n, d, stats2, keep2, named, found, ready, s, eps)
-        grad, products, sums1 = _first_layer(grad, x, u, stats1, keep1, found, ready, s, keep_border, eps)
+        grad, products, sums1 = _first_layer(grad, x, u, norms, stats1, keep1, found, ready, s, keep_border, eps)
         sums = _summed(*sums1, sums2, s)
         join()
         _finish(*products, sums, terms, named, found, s)

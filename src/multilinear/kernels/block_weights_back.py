@@ -34,6 +34,46 @@ def split(
 
 
 @triton.jit
+def total_of(ptr, j, SIZE: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr):
+    return tl.sum(load_tile(ptr, tl.arange(0, PARTS), j, PARTS, SIZE, STRIDE), 0)
+
+
+@triton.jit
+def split_normed(
+    task, product_ptr, sums_ptr, scale_ptr, shift_ptr, weight_ptr, bias_ptr, R: tl.constexpr, W: tl.constexpr,
+    NEXT: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The same from a product with the input ahead of its norm, of gradients that were divided by its deviation, and
+    their sums times the mean and times the deviation, which are NEXT apart."""
+    across: tl.constexpr = W // COLUMNS + 1
+    programs: tl.constexpr = -(-R // ROWS) * across
+    if (task >= 0) & (task < programs):
+        r = columns(task // across * ROWS, ROWS)
+        j = columns(task % across * COLUMNS, COLUMNS)
+        level = total_of(sums_ptr, r, R, STRIDE, PARTS)[:, None]
+        total = total_of(sums_ptr + NEXT, r, R, STRIDE, PARTS)[:, None]
+        grad = (load_tile(product_ptr, r, j, R, W, W) - level) * load_vector(scale_ptr, j, W)[None, :]
+        grad += total * load_vector(shift_ptr, j, W)[None, :]
+        store_both(weight_ptr, bias_ptr, r, j, tl.where(j[None, :] == W, total, grad), R, W)
+    return task - programs
+
+
+@triton.jit
+def through_product(
+    product_ptr, sums_ptr, weight_ptr, j, scale, shift, R: tl.constexpr, W: tl.constexpr, NEXT: tl.constexpr,
+    STRIDE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """From the same, add to columns j of the gradients of the norm's weight and bias what these R rows give."""
+    for start in range(0, R, ROWS):
+        r = columns(start, ROWS)
+        weight = load_tile(weight_ptr, r, j, R, W, W)
+        level = total_of(sums_ptr, r, R, STRIDE, PARTS)[:, None]
+        scale += tl.sum(weight * (load_tile(product_ptr, r, j, R, W, W) - level), 0)
+        shift += tl.sum(weight * total_of(sums_ptr + NEXT, r, R, STRIDE, PARTS)[:, None], 0)
+    return scale, shift
+
+
+@triton.jit
 def load_taken(product_ptr, first, end, k, j, W: tl.constexpr):
     """Entries (k, j) of `K = [n | 1]' diag(k) [n | 1]`, from the rows of its products that n made, from `first` on, and
     the sum of k: the row that the ones make is the last column, as it is symmetric."""
@@ -189,51 +229,71 @@ def partial_sum(
 @triton.jit
 def partial_sums(
     norm1_ptr, norm1_rows, norm2_ptr, norm2_rows, mu1_ptr, mu1_rows, to_ptr,
-    C: tl.constexpr, R1: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    C: tl.constexpr, R1: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """What programs of the way back have summed up, up to PARTS rows: three vectors of each place of the shared norm
-    and four of the first Mu-Layer."""
-    width: tl.constexpr = 6 * C + 4 * R1
+    """What programs of the way back have summed up, up to PARTS rows: three vectors of each place of the shared norm,
+    or in place of those of the first the last of them and two for u, and four of the first Mu-Layer."""
+    width: tl.constexpr = LINE + 3 * C + 4 * R1
     task = tl.program_id(0)
-    task = partial_sum(task, mu1_ptr, mu1_rows, to_ptr + 6 * C, 4 * R1, width, PARTS, ROWS, COLUMNS)
-    task = partial_sum(task, norm1_ptr, norm1_rows, to_ptr, 3 * C, width, PARTS, ROWS, COLUMNS)
-    partial_sum(task, norm2_ptr, norm2_rows, to_ptr + 3 * C, 3 * C, width, PARTS, ROWS, COLUMNS)
+    task = partial_sum(task, mu1_ptr, mu1_rows, to_ptr + LINE + 3 * C, 4 * R1, width, PARTS, ROWS, COLUMNS)
+    task = partial_sum(task, norm1_ptr, norm1_rows, to_ptr, LINE, width, PARTS, ROWS, COLUMNS)
+    partial_sum(task, norm2_ptr, norm2_rows, to_ptr + LINE, 3 * C, width, PARTS, ROWS, COLUMNS)
 
 
 @triton.jit
-def total_of(ptr, j, SIZE: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr):
-    return tl.sum(load_tile(ptr, tl.arange(0, PARTS), j, PARTS, SIZE, STRIDE), 0)
+def norm_gradients_of_both(
+    task, lifting_ptr, parts_ptr, A_ptr, D_ptr, dscale_ptr, dshift_ptr, C: tl.constexpr, R1: tl.constexpr,
+    L1: tl.constexpr, US: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The gradients of the shared norm, from its second place and from the first."""
+    width: tl.constexpr = LINE + 3 * C + 4 * R1
+    programs: tl.constexpr = -(-C // ROWS)
+    if (task >= 0) & (task < programs):
+        j = columns(task * ROWS, ROWS)
+        scale = total_of(parts_ptr + LINE, j, C, width, PARTS)
+        shift = total_of(parts_ptr + LINE + C, j, C, width, PARTS)
+        if LINE == 3 * C:
+            scale += total_of(parts_ptr, j, C, width, PARTS)
+            shift += total_of(parts_ptr + C, j, C, width, PARTS)
+        else:
+            sums_ptr = parts_ptr + C
+            scale, shift = through_product(
+                lifting_ptr, sums_ptr, A_ptr, j, scale, shift, R1, C, US, width, PARTS, COLUMNS
+            )  # fmt: skip
+            scale, shift = through_product(
+                lifting_ptr + R1 * C, sums_ptr + R1, D_ptr, j, scale, shift, L1, C, US, width, PARTS, COLUMNS
+            )
+        store_vector(dscale_ptr, j, scale, C)
+        store_vector(dshift_ptr, j, shift, C)
+    return task - programs
 
 
 @triton.jit
 def first_gradients(
-    lifting_ptr, factor_ptr, parts_ptr, scale_b_ptr, shift_b_ptr, alpha_ptr, terms_ptr, dnorm_scale_ptr,
+    lifting_ptr, factor_ptr, parts_ptr, norm_scale_ptr, norm_shift_ptr, A_weight_ptr, D_weight_ptr, scale_b_ptr, shift_b_ptr, alpha_ptr, terms_ptr, dnorm_scale_ptr,
     dnorm_shift_ptr, A_ptr, a_ptr, D_ptr, d_ptr, B_ptr, b_ptr, dscale_a_ptr, dshift_a_ptr, dscale_b_ptr, dshift_b_ptr,
     c_ptr, dalpha_ptr, second_c_ptr, second_dalpha_ptr,
-    C: tl.constexpr, R1: tl.constexpr, L1: tl.constexpr, R2: tl.constexpr, SD1: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, TERMS: tl.constexpr,
+    C: tl.constexpr, R1: tl.constexpr, L1: tl.constexpr, R2: tl.constexpr, SD1: tl.constexpr, US: tl.constexpr,
+    LINE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """From products and partial sums to the gradients of the shared norm, of the first Mu-Layer, and of the last bias
     and alpha of the second."""
-    width: tl.constexpr = 6 * C + 4 * R1
+    width: tl.constexpr = LINE + 3 * C + 4 * R1
+    NORMED: tl.constexpr = LINE != 3 * C  # the product for u was one with the input ahead of its norm
     task = tl.program_id(0)
     j = tl.arange(0, VECTOR)
-    mu1_ptr = parts_ptr + 6 * C
+    second_ptr, mu1_ptr = parts_ptr + LINE, parts_ptr + LINE + 3 * C
     if task == 0:
-        total = total_of(parts_ptr, j, C, width, PARTS) + total_of(parts_ptr + 3 * C, j, C, width, PARTS)
-        store_vector(dnorm_scale_ptr, j, total, C)
+        store_vector(c_ptr, j, total_of(parts_ptr + (0 if NORMED else 2 * C), j, C, width, PARTS), C)
     elif task == 1:
-        total = total_of(parts_ptr + C, j, C, width, PARTS) + total_of(parts_ptr + 4 * C, j, C, width, PARTS)
-        store_vector(dnorm_shift_ptr, j, total, C)
+        store_vector(second_c_ptr, j, total_of(second_ptr + 2 * C, j, C, width, PARTS), C)
     elif task == 2:
-        store_vector(c_ptr, j, total_of(parts_ptr + 2 * C, j, C, width, PARTS), C)
-    elif task == 3:
-        store_vector(second_c_ptr, j, total_of(parts_ptr + 5 * C, j, C, width, PARTS), C)
-    elif task == 4:
         store_vector(dscale_a_ptr, j, total_of(mu1_ptr, j, R1, width, PARTS), R1)
-    elif task == 5:
+    elif task == 3:
         store_vector(dshift_a_ptr, j, total_of(mu1_ptr + R1, j, R1, width, PARTS), R1)
-    elif task == 6:
+    elif task == 4:
         alpha = tl.load(alpha_ptr).to(tl.float32)
         dscale = total_of(mu1_ptr + 2 * R1, j, R1, width, PARTS)
         dshift = total_of(mu1_ptr + 3 * R1, j, R1, width, PARTS)
@@ -241,9 +301,25 @@ def first_gradients(
         store_vector(dshift_b_ptr, j, alpha * dshift, R1)
         dalpha = tl.sum(load_vector(scale_b_ptr, j, R1) * dscale + load_vector(shift_b_ptr, j, R1) * dshift, 0)
         tl.store(dalpha_ptr, dalpha.to(dalpha_ptr.dtype.element_ty))
-    elif task == 7:
+    elif task == 5:
         dalpha = tl.sum(load_vector(terms_ptr, tl.arange(0, TERMS), R2), 0)
         tl.store(second_dalpha_ptr, dalpha.to(second_dalpha_ptr.dtype.element_ty))
-    task = split(task - 8, lifting_ptr, A_ptr, a_ptr, R1, C, C + 8, ROWS, COLUMNS)
-    task = split(task, lifting_ptr + R1 * (C + 8), D_ptr, d_ptr, L1, C, C + 8, ROWS, COLUMNS)
+    task -= 6
+    sums_ptr = parts_ptr + C
+    task = norm_gradients_of_both(
+        task, lifting_ptr, parts_ptr, A_weight_ptr, D_weight_ptr, dnorm_scale_ptr, dnorm_shift_ptr, C, R1, L1, US, LINE,
+        PARTS, ROWS, COLUMNS,
+    )  # fmt: skip
+    if NORMED:
+        task = split_normed(
+            task, lifting_ptr, sums_ptr, norm_scale_ptr, norm_shift_ptr, A_ptr, a_ptr, R1, C, US, width, PARTS, ROWS,
+            COLUMNS,
+        )  # fmt: skip
+        task = split_normed(
+            task, lifting_ptr + R1 * C, sums_ptr + R1, norm_scale_ptr, norm_shift_ptr, D_ptr, d_ptr, L1, C, US, width,
+            PARTS, ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        task = split(task, lifting_ptr, A_ptr, a_ptr, R1, C, C + 8, ROWS, COLUMNS)
+        task = split(task, lifting_ptr + R1 * (C + 8), D_ptr, d_ptr, L1, C, C + 8, ROWS, COLUMNS)
     split(task, factor_ptr, B_ptr, b_ptr, R1, L1, SD1, ROWS, COLUMNS)

@@ -128,8 +128,10 @@ def _tiles(matrix: Tensor, height: int, width: int) -> Any:
     return TensorDescriptor(matrix, [*matrix.shape], [*matrix.stride()], [height, width], _layout(width))
 
 
-def lift(x: Tensor, u: Tensor, ready: Prepared, s: Sizes, plan: First, bias: int, eps: float) -> None:
-    """What `block_forward.lift` does."""
+def lift(
+    x: Tensor, u: Tensor, norms: Tensor, ready: Prepared, s: Sizes, plan: First, bias: int, eps: float, save: bool
+) -> None:
+    """What `block_forward.lift` does; with `save` also the mean of each row of x and what makes its variance 1."""
     from multilinear.kernels import hopper_lift
 
     rows, low = len(u), max(16, triton.next_power_of_2(s.low1))
@@ -137,8 +139,9 @@ def lift(x: Tensor, u: Tensor, ready: Prepared, s: Sizes, plan: First, bias: int
     launch(
         hopper_lift.lift, min(groups, plan.programs * _processors(x.device)),
         _tiles(x.view(rows, -1), 64, 64), _tiles(u, 64, 64), _tiles(u, 64, low), _tiles(ready.lifting, 64, 64),
-        _tiles(ready.lifting, low, 64), ready.vectors, groups, eps, C=s.channels, L1=s.low1, LOW=low, BIAS=bias,
-        GROUPS=plan.groups, TILES=plan.tiles, REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
+        _tiles(ready.lifting, low, 64), norms, ready.vectors, groups, rows, eps, C=s.channels, L1=s.low1, LOW=low,
+        BIAS=bias, GROUPS=plan.groups, TILES=plan.tiles, TRAIN=save, REGISTERS=plan.registers, num_warps=4,
+        maxnreg=plan.registers,
     )  # fmt: skip
 
 
@@ -310,24 +313,24 @@ def norm_back(
 
 
 def lift_back(
-    E: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes, plan: Return, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `block_backward.lift_back` does: the gradients of x and of u, the norm's output next to a column of ones,
-    and parts of the sums for the gradients of the norm's weight and bias and of the layer's last bias."""
+    E: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, norms: Tensor, ready: Prepared, s: Sizes, plan: Return
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `block_backward.lift_back` does, up to the norm's output: the gradients of x and of u, of this each row
+    divided by the deviation of x; and parts of sums: of the gradient of the output, and of those rows times the mean of
+    x and times its deviation."""
     from multilinear.kernels import hopper_lift_back
 
     height, width = x.shape[-3:-1]
     rows = len(E)
     programs = min(triton.cdiv(rows, 64 * plan.groups), _processors(x.device))
-    out, du, n = torch.empty_like(x), torch.empty_like(E), x.new_empty(rows, s.channels + 8)
-    sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
+    out, du = torch.empty_like(x), torch.empty_like(E)
+    sums = x.new_empty(programs * plan.groups, s.channels + 2 * E.stride(0), dtype=torch.float32)
     launch(
         hopper_lift_back.lift_back, programs,
         _tiles(x.view(rows, -1), 64, 64), _tiles(grad.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64),
-        _tiles(du, 64, 64), _tiles(du, 64, 16), _tiles(n, 64, 64), _tiles(ready.lifting, 64, 64),
-        _tiles(ready.lifting, 16, 64), E.view(torch.int32), keep, ready.vectors, n, sums, rows, height, width,
-        reciprocal(height), reciprocal(width), eps, C=s.channels, L1=s.low1, STRIDE=E.stride(0), GROUPS=plan.groups,
-        TILES=plan.tiles, STAGES=plan.spare, DROP=keep is not None, REGISTERS=plan.registers, num_warps=4,
-        maxnreg=plan.registers,
+        _tiles(du, 64, 64), _tiles(ready.lifting, 64, 64), _tiles(ready.lifting, 16, 64), E.view(torch.int32), keep,
+        norms, ready.vectors, sums, rows, height, width, reciprocal(height), reciprocal(width), C=s.channels,
+        L1=s.low1, STRIDE=E.stride(0), GROUPS=plan.groups, TILES=plan.tiles, STAGES=plan.spare, DROP=keep is not None,
+        REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
-    return out, du, n, sums
+    return out, du, sums

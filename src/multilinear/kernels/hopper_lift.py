@@ -17,6 +17,7 @@ from multilinear.kernels.hopper_parts import (
     normed,
     operand,
     row_norm,
+    rows_layout,
     times,
     zeros,
 )
@@ -32,10 +33,11 @@ def load_bias(bias, i, C: gl.constexpr):
 
 @gluon.jit
 def consume(
-    which: gl.constexpr, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps,
+    which: gl.constexpr, x_desc, u_desc, low_out_desc, buffers, bars, norms_ptr, low_bias_ptr, groups, rows, eps,
     C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr,
+    TRAIN: gl.constexpr,
 ):  # fmt: skip
-    tiles_x, tiles_u, weights, weights_low, vectors, bias = buffers
+    tiles_x, tiles_u, tiles_low, weights, weights_low, vectors, bias = buffers
     full_w, full_x = bars
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
@@ -54,6 +56,10 @@ def consume(
             meet()  # all are done with the other tile
             fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
         mean, scale = row_norm(tiles_x, mine * P, eps, C)
+        if TRAIN:
+            index = row + gl.arange(0, 64, layout=rows_layout())
+            gl.store(norms_ptr + index, mean, mask=index < rows)
+            gl.store(norms_ptr + rows + index, scale, mask=index < rows)
         ns = ()
         for k in gl.static_range(P):
             ns = ns + (gl.convert_layout(normed(tiles_x, mine * P, mean, scale, vectors, k, C, kind), operand()),)
@@ -73,8 +79,11 @@ def consume(
         for k in gl.static_range(P):
             part = times(ns[k], weights_low.index(k), part, k == 0)
         done = warpgroup_mma_wait(0, deps=(part,) + ns)
-        tma.store_wait(0)
-        low = reinterpret(out, kind, [64, LOW], low_out_desc.layout)
+        if C == 256:  # there is no room for a tile of its own
+            tma.store_wait(0)
+            low = reinterpret(out, kind, [64, LOW], low_out_desc.layout)
+        else:
+            low = tiles_low.index(which)
         low.store((done[0] + across(low_bias_ptr, 0, LOW, L1)).to(kind))
         fence_async_shared()
         store_tile(low_out_desc, [row, C], low)  # past the last column it is cut off
@@ -86,15 +95,16 @@ def consume(
 
 @gluon.jit
 def lift(
-    x_desc, u_desc, low_out_desc, w_desc, low_desc, vectors_ptr, groups, eps,
-    C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, BIAS: gl.constexpr,
-    GROUPS: gl.constexpr, TILES: gl.constexpr, REGISTERS: gl.constexpr,
+    x_desc, u_desc, low_out_desc, w_desc, low_desc, norms_ptr, vectors_ptr, groups, rows, eps,
+    C: gl.constexpr, L1: gl.constexpr, LOW: gl.constexpr, BIAS: gl.constexpr, GROUPS: gl.constexpr,
+    TILES: gl.constexpr, TRAIN: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """u = [A1 | D1] norm(x) + bias."""
+    """u = [A1 | D1] norm(x) + bias; in training also the mean of each row of x and what makes its variance 1."""
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
     tiles_x = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], x_desc.layout)
     tiles_u = gl.allocate_shared_memory(kind, [GROUPS, 64, 64], u_desc.layout)
+    tiles_low = gl.allocate_shared_memory(kind, [GROUPS if C < 256 else 1, 64, LOW], low_out_desc.layout)
     weights = gl.allocate_shared_memory(kind, [P * P, 64, 64], w_desc.layout)
     weights_low = gl.allocate_shared_memory(kind, [P, LOW, 64], low_desc.layout)
     full_w = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -114,33 +124,33 @@ def lift(
     else:  # there is no room for it
         bias = vectors_ptr + BIAS
     meet()
-    buffers = (tiles_x, tiles_u, weights, weights_low, vectors, bias)
+    buffers = (tiles_x, tiles_u, tiles_low, weights, weights_low, vectors, bias)
     bars = (full_w, full_x)
     low_bias_ptr = vectors_ptr + BIAS + C
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
-                       TILES)),
-            (consume, (1, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
-                       TILES)),
+            (consume, (0, x_desc, u_desc, low_out_desc, buffers, bars, norms_ptr, low_bias_ptr, groups, rows, eps, C,
+                       L1, LOW, GROUPS, TILES, TRAIN)),
+            (consume, (1, x_desc, u_desc, low_out_desc, buffers, bars, norms_ptr, low_bias_ptr, groups, rows, eps, C,
+                       L1, LOW, GROUPS, TILES, TRAIN)),
         ], [4], [REGISTERS])  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize([
-            (consume, (0, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
-                       TILES)),
-            (consume, (1, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
-                       TILES)),
-            (consume, (2, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
-                       TILES)),
+            (consume, (0, x_desc, u_desc, low_out_desc, buffers, bars, norms_ptr, low_bias_ptr, groups, rows, eps, C,
+                       L1, LOW, GROUPS, TILES, TRAIN)),
+            (consume, (1, x_desc, u_desc, low_out_desc, buffers, bars, norms_ptr, low_bias_ptr, groups, rows, eps, C,
+                       L1, LOW, GROUPS, TILES, TRAIN)),
+            (consume, (2, x_desc, u_desc, low_out_desc, buffers, bars, norms_ptr, low_bias_ptr, groups, rows, eps, C,
+                       L1, LOW, GROUPS, TILES, TRAIN)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
-                       TILES)),
-            (consume, (1, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
-                       TILES)),
-            (consume, (2, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
-                       TILES)),
-            (consume, (3, x_desc, u_desc, low_out_desc, buffers, bars, low_bias_ptr, groups, eps, C, L1, LOW, GROUPS,
-                       TILES)),
+            (consume, (0, x_desc, u_desc, low_out_desc, buffers, bars, norms_ptr, low_bias_ptr, groups, rows, eps, C,
+                       L1, LOW, GROUPS, TILES, TRAIN)),
+            (consume, (1, x_desc, u_desc, low_out_desc, buffers, bars, norms_ptr, low_bias_ptr, groups, rows, eps, C,
+                       L1, LOW, GROUPS, TILES, TRAIN)),
+            (consume, (2, x_desc, u_desc, low_out_desc, buffers, bars, norms_ptr, low_bias_ptr, groups, rows, eps, C,
+                       L1, LOW, GROUPS, TILES, TRAIN)),
+            (consume, (3, x_desc, u_desc, low_out_desc, buffers, bars, norms_ptr, low_bias_ptr, groups, rows, eps, C,
+                       L1, LOW, GROUPS, TILES, TRAIN)),
         ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

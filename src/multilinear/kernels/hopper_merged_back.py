@@ -12,12 +12,11 @@ from multilinear.kernels.hopper_back_steps import shift_part
 from multilinear.kernels.hopper_names import load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
+    across,
     along,
     extras,
     fetch,
     halves,
-    keep_vectors,
-    kept,
     operand,
     release,
     row_zeros,
@@ -115,10 +114,10 @@ def consume(
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
 ):  # fmt: skip
     grad_desc, n_desc, h_desc, pq_desc, dn_desc = descs
-    tiles_g, tiles_n, tiles_h, tiles_pq, linear = buffers
+    tiles_g, tiles_n, tiles_h, tiles_pq = buffers
     empty, empty_c = bars[1], bars[3]
     bar_g, bar_n = bars[4].index(which), bars[5].index(which)
-    stats_ptr, ends_ptr = pointers
+    stats_ptr, ends_ptr, linear_ptr = pointers
     P: gl.constexpr = C // 64
     kind: gl.constexpr = n_desc.dtype
     item = 0
@@ -203,7 +202,7 @@ def consume(
         if ahead < groups:
             fetch(n_desc, (ahead * GROUPS + which) * 64, bar_n, tiles_n, which * P, C)
         for k in gl.static_range(P):
-            linear_a, linear_b = kept(linear, 2 * k, 64), kept(linear, 2 * k + 1, 64)
+            linear_a, linear_b = across(linear_ptr, 128 * k, 64, 2 * C), across(linear_ptr, 128 * k + 64, 64, 2 * C)
             dn = dns[k] + 0.5 * (k_a[:, None] * linear_a + k_b[:, None] * linear_b)
             tiles_g.index(which * P + k).store(dn.to(kind))
         fence_async_shared()
@@ -252,12 +251,10 @@ def mu2_merged_back(
     fence_async_shared()
     descs = (grad_desc, n_desc, h_desc, pq_desc, dn_desc)
     sources = (both_desc, extra_desc, c_desc, form_desc)
-    linear = keep_vectors(linear_ptr, 2 * C, 64, 2 * P)
-    meet()
-    buffers = (tiles_g, tiles_n, tiles_h, tiles_pq, linear)
+    buffers = (tiles_g, tiles_n, tiles_h, tiles_pq)
     weights = (tiles_b, tiles_e, tiles_c)
     bars = (full, empty, full_c, empty_c, full_g, full_n)
-    pointers = (stats_ptr, ends_ptr)
+    pointers = (stats_ptr, ends_ptr, linear_ptr)
     gl.warp_specialize([
         (consume, (0, descs, buffers, weights, bars, pointers, groups, rows, C, R2, GROUPS, SLOTS, SLOTS_C)),
         (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, C, R2, GROUPS, SLOTS, SLOTS_C)),

@@ -1,6 +1,6 @@
 """The way back through the shift on Hopper: the gradient of u from that of the shifted u, for `hopper_lift_back`.
 
-Two numbers lie in a register. Tiles have 64 columns, and the low rank lies in tiles of 16 that share the place of one.
+Two numbers lie in a register. Tiles have 64 columns, the last of which holds the low rank.
 """
 
 from triton.experimental import gluon
@@ -113,18 +113,56 @@ def stage(spare, tiles_g, free, place, i: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def scaled(x, scale, kind: gl.constexpr):
+    """Both numbers of each pair, times one for each row."""
+    if kind == gl.bfloat16:
+        asm: gl.constexpr = """{
+            .reg .b32 low, high;
+            .reg .f32 x, y;
+            shl.b32 low, $1, 16;
+            and.b32 high, $1, 0xffff0000;
+            mov.b32 x, low;
+            mov.b32 y, high;
+            mul.f32 x, x, $2;
+            mul.f32 y, y, $2;
+            cvt.rn.bf16x2.f32 $0, y, x;
+        }"""
+    else:
+        asm: gl.constexpr = """{
+            .reg .b16 low, high;
+            .reg .f32 x, y;
+            mov.b32 {low, high}, $1;
+            cvt.f32.f16 x, low;
+            cvt.f32.f16 y, high;
+            mul.f32 x, x, $2;
+            mul.f32 y, y, $2;
+            cvt.rn.f16x2.f32 $0, y, x;
+        }"""
+    return gl.inline_asm_elementwise(asm, "=r,r,f", [x, scale[:, None]], gl.int32, True, 1)
+
+
+@gluon.jit
+def load_scale(norms_ptr, row, rows, pairs: gl.constexpr, together: gl.constexpr):
+    """What makes the variance of each row 1, where pairs are shared out like that."""
+    index = row + gl.arange(0, 64, layout=gl.SliceLayout(1, shared_out(pairs, together)))
+    return gl.load(norms_ptr + rows + index, mask=index < rows, other=1.0)
+
+
+@gluon.jit
 def put_down(
-    buffers, free, place, du, FROM: gl.constexpr, TO: gl.constexpr,
-    C: gl.constexpr, LOWS: gl.constexpr, STAGES: gl.constexpr,
+    buffers, norms_ptr, row, rows, free, place, du, FROM: gl.constexpr, TO: gl.constexpr,
+    C: gl.constexpr, L1: gl.constexpr, STAGES: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
-    """Pieces of du, the last of which is the low rank, to where they are multiplied."""
+    """Pieces of du, the last of which is the low rank, divided by the deviation of each row of x, to where they are
+    multiplied."""
     P: gl.constexpr = C // 64
+    LOWS: gl.constexpr = (L1 + 15) // 16
     for i in gl.static_range(FROM, TO):
-        tile = stage(buffers[2], buffers[1], free, place, i, STAGES)
+        tile = reinterpret(stage(buffers[2], buffers[1], free, place, i, STAGES), gl.int32, [64, 32], as_pairs(64))
         if i < P:
-            reinterpret(tile, gl.int32, [64, 32], as_pairs(64)).store(du[i])
+            tile.store(scaled(du[i], load_scale(norms_ptr, row, rows, 32, 4), kind))
         else:
-            parts = reinterpret(tile, gl.int32, [4, 64, 8], as_pairs(16))
             for j in gl.static_range(LOWS):
-                parts.index(j).store(du[P + j])
+                scale = load_scale(norms_ptr, row, rows, 8, vector(L1))
+                tile.slice(8 * j, 8, 1).store(scaled(du[P + j], scale, kind))
     fence_async_shared()
