@@ -56,10 +56,6 @@ def consume(
             meet()  # all are done with the other tile
             fetch(x_desc, ahead, full_x.index(other), tiles_x, other * P, C)
         mean, scale = row_norm(tiles_x, mine * P, eps, C)
-        if TRAIN:
-            index = row + gl.arange(0, 64, layout=rows_layout())
-            gl.store(norms_ptr + index, mean, mask=index < rows)
-            gl.store(norms_ptr + rows + index, scale, mask=index < rows)
         ns = ()
         for k in gl.static_range(P):
             ns = ns + (gl.convert_layout(normed(tiles_x, mine * P, mean, scale, vectors, k, C, kind), operand()),)
@@ -87,6 +83,10 @@ def consume(
         low.store((done[0] + across(low_bias_ptr, 0, LOW, L1)).to(kind))
         fence_async_shared()
         store_tile(low_out_desc, [row, C], low)  # past the last column it is cut off
+        if TRAIN:  # a fence would wait for it
+            index = row + gl.arange(0, 64, layout=rows_layout())
+            gl.store(norms_ptr + index, mean, mask=index < rows)
+            gl.store(norms_ptr + rows + index, scale, mask=index < rows)
         turn += 1
         group += gl.num_programs(0)
     mbarrier.wait(full_x.index(which * TILES + turn % TILES), (turn // TILES) & 1)

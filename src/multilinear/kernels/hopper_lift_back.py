@@ -3,8 +3,9 @@ border stay.
 
 Each processor runs its program for good and keeps the weights. Groups of four warps take 64 tokens each. What comes
 back from a tile's neighbours is added up in registers, two numbers in each, and goes to shared memory, from where it is
-written and multiplied. That of the next tile is loaded at the end of this one, into registers that dn leaves piece by
-piece. Sums over tokens are products, as in `hopper_norm_back`.
+written and multiplied. That of the next tile is loaded at the end of this one. Sums over tokens are products, as in
+`hopper_norm_back`. The gradients of the norm come out of that of the matrix behind it, for which each row of du is
+divided by the deviation of x: its product with x, less what the mean gives, is that with the normed x.
 """
 
 from triton.experimental import gluon
@@ -24,15 +25,19 @@ from multilinear.kernels.hopper_parts import (
     times_columns,
     zeros,
 )
-from multilinear.kernels.hopper_unshift import added, load_all, load_back, load_low, nothing, put_down, stage
+from multilinear.kernels.hopper_unshift import load_all, nothing, put_down, stage
 
 
 @gluon.jit
-def load_norms(norms_ptr, row, rows, layout: gl.constexpr):
-    """The mean of each of 64 rows, and what makes its variance 1."""
-    index = row + gl.arange(0, 64, layout=layout)
+def load_norms(norms_ptr, keep_ptr, row, rows, tokens, DROP: gl.constexpr):
+    """The mean of each of 64 rows, what makes its variance 1, and what became of the layer."""
+    index = row + gl.arange(0, 64, layout=rows_layout())
     mean = gl.load(norms_ptr + index, mask=index < rows, other=0.0)
-    return mean, gl.load(norms_ptr + rows + index, mask=index < rows, other=1.0)
+    scale = gl.load(norms_ptr + rows + index, mask=index < rows, other=1.0)
+    keep = row_zeros()
+    if DROP:
+        keep = gl.load(keep_ptr + index // tokens, mask=index < rows, other=0.0)
+    return mean, scale, keep
 
 
 @gluon.jit
@@ -96,31 +101,21 @@ def to_norm(tiles_x, place, dns, mean, scale, vectors, C: gl.constexpr):
 
 @gluon.jit
 def to_input(
-    tiles_x, tiles_g, place, select, dns, sums, mean, level, follow, vectors, E_ptr, ahead, rows, grid,
-    C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr, kind: gl.constexpr,
+    tiles_x, tiles_g, place, select, dns, sums, mean, level, follow, vectors, C: gl.constexpr, kind: gl.constexpr
 ):  # fmt: skip
-    """Put the gradient of x where that of the output was, whose sums are taken first. Meanwhile start loading the next
-    tile's du, and add up all but its last piece and the low rank."""
-    P: gl.constexpr = C // 64
+    """Put the gradient of x where that of the output was, whose sums are taken first."""
     done = ()
-    loaded = ()
-    du = ()
-    for k in gl.static_range(P):
+    for k in gl.static_range(C // 64):
         pending = add_up(tiles_g.index(place + k), select, sums[k])
         grad = load_floats(tiles_g.index(place + k))
         x = load_floats(tiles_x.index(place + k)) - mean[:, None]
         out = (grad + dns[k] * kept(vectors, k, 64) - level[:, None] - x * follow[:, None]).to(kind)
-        if k > 0:
-            du = du + added(loaded, k - 1, k, kind)
         done = done + (warpgroup_mma_wait(0, deps=[pending]),)
-        meet()  # nothing reads either tile any more
-        loaded = loaded + (load_back(E_ptr, ahead, rows, grid, 32 * k, C // 2, 32, STRIDE // 2, 4),)
-        if k == P - 1:
-            loaded = loaded + load_low(E_ptr, ahead, rows, grid, C, L1, STRIDE)
+        meet()  # nothing reads the tile any more
         tiles_g.index(place + k).store(out)
     fence_async_shared()
     meet()  # all have written, and said so to the copies
-    return done, du, loaded
+    return done
 
 
 @gluon.jit
@@ -147,7 +142,9 @@ def consume(
     fetch(x_desc, row, full_x.index(which * TILES), tiles_x, which * TILES * P, C)
     if TILES == 2:
         fetch(grad_desc, row, full_g.index(which * 2), tiles_g, which * 2 * P, C)
-    du = added(load_all(E_ptr, row, rows, grid, C, L1, STRIDE), 0, P + LOWS, kind)
+    tokens = grid[0] * grid[1]
+    mean, scale, keep = load_norms(norms_ptr, keep_ptr, row, rows, tokens, DROP)
+    du = load_all(E_ptr, norms_ptr, row, rows, grid, C, L1, STRIDE, kind)
     mbarrier.wait(full_w, 0)
     while row - which * 64 < rows:
         ahead = row + gl.num_programs(0) * GROUPS * 64
@@ -155,12 +152,7 @@ def consume(
         phase = (turn // TILES) & 1
         place = mine * P + nothing(row)
         free = which * STAGES + nothing(row)
-        mean, scale = load_norms(norms_ptr, row, rows, rows_layout())
-        keep = row_zeros()
-        if DROP:
-            index = row + gl.arange(0, 64, layout=rows_layout())
-            keep = gl.load(keep_ptr + index // (grid[0] * grid[1]), mask=index < rows, other=0.0)
-        put_down(buffers, norms_ptr, row, rows, free, place, du, 0, MOST, C, L1, STAGES, kind)
+        put_down(buffers, free, place, du, 0, MOST, C, L1, STAGES)
         if ENOUGH:
             norm_tile = norms.index(which)
             norm_tile.store(norm_columns(mean, scale, kind))
@@ -180,7 +172,7 @@ def consume(
         if not ENOUGH:  # the rest goes where the gradient will come, and what it is summed up with next to it
             norm_tile = reinterpret(tiles_g.index(place + P - 1), kind, [4, 64, 16], norms.layout).index(0)
             norm_tile.store(norm_columns(mean, scale, kind))
-            put_down(buffers, norms_ptr, row, rows, free, place, du, MOST, P + 1, C, L1, STAGES, kind)
+            put_down(buffers, free, place, du, MOST, P + 1, C, L1, STAGES)
             meet()
             dns = give(descs, buffers, free, place, row, dns, MOST, P + 1, C, LOWS, STAGES)
         new = ()
@@ -197,16 +189,15 @@ def consume(
             select.store(columns_of(row_zeros(), row_zeros(), keep, kind))
         level, follow = to_norm(tiles_x, place, dns, mean, scale, vectors, C)
         mbarrier.wait(full_g.index(mine), phase)
-        new, du, loaded = to_input(
-            tiles_x, tiles_g, place, select, dns, sums, mean, level, follow, vectors, E_ptr, ahead, rows, grid, C, L1,
-            STRIDE, kind,
-        )  # fmt: skip
+        new = to_input(tiles_x, tiles_g, place, select, dns, sums, mean, level, follow, vectors, C, kind)
         sums = new + (sums[P],)
         for k in gl.static_range(P):
             store_tile(out_desc, [row, 64 * k], tiles_g.index(place + k))
         if TILES == 1:
             fetch(x_desc, ahead, full_x.index(mine), tiles_x, place, C)
-        du = du + added(loaded, P - 1, P + LOWS, kind)
+        # not before: a fence waits for all that is on its way to registers
+        mean, scale, keep = load_norms(norms_ptr, keep_ptr, ahead, rows, tokens, DROP)
+        du = load_all(E_ptr, norms_ptr, ahead, rows, grid, C, L1, STRIDE, kind)
         turn += 1
         row = ahead
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]

@@ -112,6 +112,7 @@ def consume(
     tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, vectors, bias, linear = buffers
     full, empty, full_c, empty_c, full_x = bars
     keep_ptr, n_ptr, stats_ptr, constants_ptr = pointers
+    constant_a, constant_b = gl.load(constants_ptr), gl.load(constants_ptr + 1)
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
     item = 0
@@ -131,8 +132,8 @@ def consume(
             meet()  # all have written, and said so to the copies
             for k in gl.static_range(P):
                 store_tile(n_desc, [row, 64 * k], ns[k])
-        form_a = row_zeros() + gl.load(constants_ptr)
-        form_b = row_zeros() + gl.load(constants_ptr + 1)
+        form_a = row_zeros() + constant_a
+        form_b = row_zeros() + constant_b
         for c in gl.static_range(P):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)

@@ -109,6 +109,15 @@ def add_gradients(dns, shift, pq, weights, slot, P: gl.constexpr):
 
 
 @gluon.jit
+def load_scales(stats_ptr, row, rows):
+    """Those of both branches of 64 tokens, and of their product."""
+    index = row + gl.arange(0, 64, layout=rows_layout())
+    scale_a = gl.load(stats_ptr + index * 3, mask=index < rows, other=1.0)
+    scale_b = gl.load(stats_ptr + index * 3 + 1, mask=index < rows, other=1.0)
+    return scale_a, scale_b, gl.load(stats_ptr + index * 3 + 2, mask=index < rows, other=0.0)
+
+
+@gluon.jit
 def consume(
     which: gl.constexpr, descs, buffers, weights, bars, pointers, groups, rows,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
@@ -128,14 +137,11 @@ def consume(
     end_a = row_zeros()
     end_b = row_zeros()
     fetch(n_desc, (group * GROUPS + which) * 64, bar_n, tiles_n, which * P, C)
+    scale_a, scale_b, scale = load_scales(stats_ptr, (group * GROUPS + which) * 64, rows)
     while group < groups:
         row = (group * GROUPS + which) * 64
         tma.store_wait(0)
         fetch(grad_desc, row, bar_g, tiles_g, which * P, C)
-        index = row + gl.arange(0, 64, layout=rows_layout())
-        scale_a = gl.load(stats_ptr + index * 3, mask=index < rows, other=1.0)
-        scale_b = gl.load(stats_ptr + index * 3 + 1, mask=index < rows, other=1.0)
-        scale = gl.load(stats_ptr + index * 3 + 2, mask=index < rows, other=0.0)
         extra = (extras(scale_a, 0, 16, kind) + extras(scale_b, 5, 16, kind)).to(kind)
         extra = gl.convert_layout(extra, operand())
         mbarrier.wait(bar_n, turn & 1)
@@ -209,6 +215,8 @@ def consume(
         meet()
         for k in gl.static_range(P):
             store_tile(dn_desc, [row, 64 * k], tiles_g.index(which * P + k))
+        # not before: a fence would wait for them
+        scale_a, scale_b, scale = load_scales(stats_ptr, (ahead * GROUPS + which) * 64, rows)
         turn += 1
         group = ahead
     line = ends_ptr + (gl.program_id(0) * GROUPS + which) * 2

@@ -185,12 +185,12 @@ def consume(
     fetch(grad_desc, row, full_g.index(which * TILES), tiles_g, which * TILES * P, C)
     fetch_low(u_ptr, row, rows, grid, lows, which * TILES, C, L1, LOWS, STRIDE)
     fetch_shifted(u_ptr, row, rows, grid, tiles_a, which * TILES * CHUNKS, C, STRIDE, J)
+    stats = load_stats(stats_ptr, keep_ptr, row, rows, tokens, DROP)
     mbarrier.wait(full_w, 0)
     while group < groups:
         row = (group * GROUPS + which) * 64
         ahead = row + gl.num_programs(0) * GROUPS * 64
         mine = which * TILES + turn % TILES
-        stats = load_stats(stats_ptr, keep_ptr, row, rows, tokens, DROP)
         async_copy.wait_group(0)
         mbarrier.wait(full_g.index(mine), (turn // TILES) & 1)
         tma.store_wait(0)
@@ -262,6 +262,7 @@ def consume(
         meet()
         for j in gl.static_range(LOWS):  # past the last column it is cut off
             store_tile(low_desc, [row, C + 16 * j], lows.index(mine * LOWS + j))
+        stats = load_stats(stats_ptr, keep_ptr, ahead, rows, tokens, DROP)  # not before: a fence would wait for it
         if TILES == 1:
             tma.store_wait(0)
             meet()

@@ -89,6 +89,7 @@ def consume(
     tiles_x, tiles_a, _, tiles_b, tiles_t, tiles_c, tiles_d = buffers
     full, empty, full_c, empty_c, full_x = bars
     keep_ptr, n_ptr, d_ptr, stats_ptr, constants_ptr = pointers
+    constant_a, constant_b = gl.load(constants_ptr), gl.load(constants_ptr + 1)
     vectors, bias, linear, low_bias, low_linear = kept_vectors
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
@@ -133,7 +134,7 @@ def consume(
                 for k in gl.static_range(P):
                     store_tile(n_desc, [row, 64 * k], tiles_x.index(other * P + k))
         # the variance of the first branch
-        form = row_zeros() + gl.load(constants_ptr)
+        form = row_zeros() + constant_a
         for c in gl.static_range(C // J):
             slot, phase = slot_of(item, SLOTS, RESIDENT)
             mbarrier.wait(full.index(slot), phase)
@@ -162,7 +163,7 @@ def consume(
             release(empty, slot, RESIDENT)
             item += 1
             low = low + ((part + kept(low_bias, p, piece_width(p, P2, J, TAIL))).to(kind),)
-        form = row_zeros() + gl.load(constants_ptr + 1)
+        form = row_zeros() + constant_b
         for p in gl.static_range(PIECES):
             slot, phase = slot_of(item, SLOTS, RESIDENT)
             mbarrier.wait(full.index(slot), phase)

@@ -85,34 +85,6 @@ def add_pairs(x, y, kind: gl.constexpr):
 
 
 @gluon.jit
-def added(loaded, FROM: gl.constexpr, TO: gl.constexpr, kind: gl.constexpr):
-    """Pieces of du from what was loaded for them."""
-    du = ()
-    for i in gl.static_range(FROM, TO):
-        du = du + (add_pairs(loaded[i][0], loaded[i][1], kind),)
-    return du
-
-
-@gluon.jit
-def load_all(E_ptr, row, rows, grid, C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr):
-    """Pieces of 64 columns and the low rank."""
-    loaded = ()
-    for k in gl.static_range(C // 64):
-        loaded = loaded + (load_back(E_ptr, row, rows, grid, 32 * k, C // 2, 32, STRIDE // 2, 4),)
-    return loaded + load_low(E_ptr, row, rows, grid, C, L1, STRIDE)
-
-
-@gluon.jit
-def stage(spare, tiles_g, free, place, i: gl.constexpr, STAGES: gl.constexpr):
-    """Where piece i of du is: in one of the spare tiles, from `free` on, or, if these are too few, where the gradient
-    will come."""
-    if i < STAGES:
-        return spare.index(free + i)
-    else:
-        return tiles_g.index(place + i - STAGES)
-
-
-@gluon.jit
 def scaled(x, scale, kind: gl.constexpr):
     """Both numbers of each pair, times one for each row."""
     if kind == gl.bfloat16:
@@ -149,20 +121,46 @@ def load_scale(norms_ptr, row, rows, pairs: gl.constexpr, together: gl.constexpr
 
 
 @gluon.jit
+def load_all(E_ptr, norms_ptr, row, rows, grid, C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr, kind: gl.constexpr):
+    """The gradient of u in pieces of 64 columns, and of 16 of the low rank, each row divided by the deviation of x."""
+    loaded = ()
+    for k in gl.static_range(C // 64):
+        loaded = loaded + (load_back(E_ptr, row, rows, grid, 32 * k, C // 2, 32, STRIDE // 2, 4),)
+    loaded = loaded + load_low(E_ptr, row, rows, grid, C, L1, STRIDE)
+    scale = load_scale(norms_ptr, row, rows, 32, 4)
+    low_scale = load_scale(norms_ptr, row, rows, 8, vector(L1))
+    du = ()
+    for i in gl.static_range(len(loaded)):
+        total = add_pairs(loaded[i][0], loaded[i][1], kind)
+        if i < C // 64:
+            du = du + (scaled(total, scale, kind),)
+        else:
+            du = du + (scaled(total, low_scale, kind),)
+    return du
+
+
+@gluon.jit
+def stage(spare, tiles_g, free, place, i: gl.constexpr, STAGES: gl.constexpr):
+    """Where piece i of du is: in one of the spare tiles, from `free` on, or, if these are too few, where the gradient
+    will come."""
+    if i < STAGES:
+        return spare.index(free + i)
+    else:
+        return tiles_g.index(place + i - STAGES)
+
+
+@gluon.jit
 def put_down(
-    buffers, norms_ptr, row, rows, free, place, du, FROM: gl.constexpr, TO: gl.constexpr,
-    C: gl.constexpr, L1: gl.constexpr, STAGES: gl.constexpr, kind: gl.constexpr,
+    buffers, free, place, du, FROM: gl.constexpr, TO: gl.constexpr, C: gl.constexpr, L1: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Pieces of du, the last of which is the low rank, divided by the deviation of each row of x, to where they are
-    multiplied."""
+    """Pieces of du, the last of which is the low rank, to where they are multiplied."""
     P: gl.constexpr = C // 64
-    LOWS: gl.constexpr = (L1 + 15) // 16
     for i in gl.static_range(FROM, TO):
         tile = reinterpret(stage(buffers[2], buffers[1], free, place, i, STAGES), gl.int32, [64, 32], as_pairs(64))
         if i < P:
-            tile.store(scaled(du[i], load_scale(norms_ptr, row, rows, 32, 4), kind))
+            tile.store(du[i])
         else:
-            for j in gl.static_range(LOWS):
-                scale = load_scale(norms_ptr, row, rows, 8, vector(L1))
-                tile.slice(8 * j, 8, 1).store(scaled(du[P + j], scale, kind))
+            for j in gl.static_range((L1 + 15) // 16):
+                tile.slice(8 * j, 8, 1).store(du[P + j])
     fence_async_shared()
