@@ -241,8 +241,9 @@ def _finish(lifting: Tensor, factor: Tensor, sums: Tensor, terms: Tensor, named:
     launch(
         kernel, programs,
         lifting, factor, sums, *(named[name] for name in FIRST_READS), terms, *(found[name] for name in FIRST_WRITES),
-        **constants(s, kernel.arg_names), LINE=sums.shape[1] - 3 * s.channels - 4 * s.rank1, PARTS=len(sums), ROWS=tall, COLUMNS=wide,
-        VECTOR=triton.next_power_of_2(max(s.channels, s.rank1)), TERMS=triton.next_power_of_2(s.rank2), num_warps=4,
+        **constants(s, kernel.arg_names), LINE=sums.shape[1] - 3 * s.channels - 4 * s.rank1, PARTS=len(sums),
+        ROWS=tall, COLUMNS=wide, VECTOR=triton.next_power_of_2(max(s.channels, s.rank1)),
+        TERMS=triton.next_power_of_2(s.rank2), num_warps=4,
     )  # fmt: skip
 
 

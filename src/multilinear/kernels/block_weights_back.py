@@ -264,7 +264,7 @@ def norm_gradients_of_both(
             )  # fmt: skip
             scale, shift = through_product(
                 lifting_ptr + R1 * C, sums_ptr + R1, D_ptr, j, scale, shift, L1, C, US, width, PARTS, COLUMNS
-            )
+            )  # fmt: skip
         store_vector(dscale_ptr, j, scale, C)
         store_vector(dshift_ptr, j, shift, C)
     return task - programs
@@ -272,11 +272,12 @@ def norm_gradients_of_both(
 
 @triton.jit
 def first_gradients(
-    lifting_ptr, factor_ptr, parts_ptr, norm_scale_ptr, norm_shift_ptr, A_weight_ptr, D_weight_ptr, scale_b_ptr, shift_b_ptr, alpha_ptr, terms_ptr, dnorm_scale_ptr,
-    dnorm_shift_ptr, A_ptr, a_ptr, D_ptr, d_ptr, B_ptr, b_ptr, dscale_a_ptr, dshift_a_ptr, dscale_b_ptr, dshift_b_ptr,
-    c_ptr, dalpha_ptr, second_c_ptr, second_dalpha_ptr,
+    lifting_ptr, factor_ptr, parts_ptr, norm_scale_ptr, norm_shift_ptr, A_weight_ptr, D_weight_ptr, scale_b_ptr,
+    shift_b_ptr, alpha_ptr, terms_ptr, dnorm_scale_ptr, dnorm_shift_ptr, A_ptr, a_ptr, D_ptr, d_ptr, B_ptr,
+    b_ptr, dscale_a_ptr, dshift_a_ptr, dscale_b_ptr, dshift_b_ptr, c_ptr, dalpha_ptr, second_c_ptr, second_dalpha_ptr,
     C: tl.constexpr, R1: tl.constexpr, L1: tl.constexpr, R2: tl.constexpr, SD1: tl.constexpr, US: tl.constexpr,
-    LINE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr, TERMS: tl.constexpr,
+    LINE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, VECTOR: tl.constexpr,
+    TERMS: tl.constexpr,
 ):  # fmt: skip
     """From products and partial sums to the gradients of the shared norm, of the first Mu-Layer, and of the last bias
     and alpha of the second."""

@@ -160,8 +160,8 @@ def mu1(
         _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(ready.B1, 64, 16),
         _tiles(ready.C1, 64, 64), u, stats, keep, ready.vectors, groups, rows, height * width, height, width,
         reciprocal(height), reciprocal(width), eps, C=s.channels, L1=s.low1, LOWS=triton.cdiv(s.low1, 16),
-        STRIDE=u.stride(0), MU1=start, GROUPS=plan.groups, TILES=plan.tiles, TRAIN=save, DROP=keep is not None, REGISTERS=plan.registers,
-        num_warps=4, maxnreg=plan.registers,
+        STRIDE=u.stride(0), MU1=start, GROUPS=plan.groups, TILES=plan.tiles, TRAIN=save, DROP=keep is not None,
+        REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def consume(
     STAGES: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     x_desc, grad_desc, out_desc = descs[0], descs[1], descs[2]
-    tiles_x, tiles_g, spare, selects, norms, vectors = buffers[0], buffers[1], buffers[2], buffers[5], buffers[6], buffers[7]
+    tiles_x, tiles_g, spare, _, _, selects, norms, vectors = buffers
     full_w, full_x, full_g = bars
     E_ptr, keep_ptr, norms_ptr, sums_ptr = pointers
     P: gl.constexpr = C // 64
@@ -222,8 +222,8 @@ def lift_back(
     C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr,
     STAGES: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of x and of u, of this each row divided by the deviation of x. A line for each group of each program
-    with sums: of the gradient of the output, and of those rows times the mean of x and times its deviation."""
+    """The gradients of x and of u, of this each row divided by the deviation of x. A line for each group of each
+    program with sums: of the gradient of the output, and of those rows times the mean of x and times its deviation."""
     P: gl.constexpr = C // 64
     LOWS: gl.constexpr = (L1 + 15) // 16
     gl.static_assert(LOWS <= 4)  # they share a tile

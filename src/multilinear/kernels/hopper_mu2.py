@@ -80,17 +80,17 @@ def add_output(ys, h, tiles_c, slot, P: gl.constexpr):
 
 @gluon.jit
 def consume(
-    which: gl.constexpr, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps,
+    which: gl.constexpr, descs, buffers, held, bars, pointers, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, L2: gl.constexpr, P2: gl.constexpr, TAIL: gl.constexpr, J: gl.constexpr,
     GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr, STAGED: gl.constexpr, STAGED_LOW: gl.constexpr,
-    SPARE: gl.constexpr, FORMS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
+    SPARE: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     x_desc, out_desc, n_desc = descs[0], descs[1], descs[2]
     tiles_x, tiles_a, _, tiles_b, tiles_t, tiles_c, tiles_d = buffers
     full, empty, full_c, empty_c, full_x = bars
     keep_ptr, n_ptr, d_ptr, stats_ptr, constants_ptr = pointers
     constant_a, constant_b = gl.load(constants_ptr), gl.load(constants_ptr + 1)
-    vectors, bias, linear, low_bias, low_linear = kept_vectors
+    vectors, bias, linear, low_bias, low_linear = held
     P: gl.constexpr = C // 64
     PIECES: gl.constexpr = P2 + (1 if TAIL > 0 else 0)
     RESIDENT: gl.constexpr = resident(C, R2, J, PIECES, True, SLOTS, SLOTS_C)
@@ -302,7 +302,7 @@ def mu2(
     buffers = (tiles_x, tiles_a, tiles_e, tiles_b, tiles_t, tiles_c, tiles_d)
     bars = (full, empty, full_c, empty_c, full_x)
     forms_ptr = vectors_ptr + FORMS
-    kept_vectors = (
+    held = (
         keep_vectors(vectors_ptr, 2 * C, 64, 2 * P), keep_vectors(vectors_ptr + 3 * C, C, 64, P),
         keep_vectors(forms_ptr, C, J, C // J), keep_vectors(forms_ptr + C, L2, J, PIECES),
         keep_vectors(forms_ptr + C + L2, L2, J, PIECES),
@@ -312,19 +312,19 @@ def mu2(
     # numbers that are known to the compiler stay so in tuples only where these are written
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
-                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
-            (consume, (1, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
-                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
+            (consume, (0, descs, buffers, held, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
+                       GROUPS, SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, TRAIN, DROP)),
+            (consume, (1, descs, buffers, held, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
+                       GROUPS, SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, TRAIN, DROP)),
             (produce, (descs, buffers, bars, groups, C, R2, P2, TAIL, J, SLOTS, SLOTS_C)),
         ], [4, 1], [REGISTERS, 24])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
-                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
-            (consume, (1, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
-                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
-            (consume, (2, descs, buffers, kept_vectors, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J, GROUPS,
-                       SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, FORMS, TRAIN, DROP)),
+            (consume, (0, descs, buffers, held, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
+                       GROUPS, SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, TRAIN, DROP)),
+            (consume, (1, descs, buffers, held, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
+                       GROUPS, SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, TRAIN, DROP)),
+            (consume, (2, descs, buffers, held, bars, pointers, groups, rows, tokens, eps, C, R2, L2, P2, TAIL, J,
+                       GROUPS, SLOTS, SLOTS_C, STAGED, STAGED_LOW, SPARE, TRAIN, DROP)),
             (produce, (descs, buffers, bars, groups, C, R2, P2, TAIL, J, SLOTS, SLOTS_C)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, 24])  # fmt: skip

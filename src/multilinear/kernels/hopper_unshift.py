@@ -84,33 +84,37 @@ def add_pairs(x, y, kind: gl.constexpr):
         return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
 
 
+# Both numbers of a pair as float32, times another, and back.
+BF16_TIMES = gl.constexpr("""{
+    .reg .b32 low, high;
+    .reg .f32 x, y;
+    shl.b32 low, $1, 16;
+    and.b32 high, $1, 0xffff0000;
+    mov.b32 x, low;
+    mov.b32 y, high;
+    mul.f32 x, x, $2;
+    mul.f32 y, y, $2;
+    cvt.rn.bf16x2.f32 $0, y, x;
+}""")
+F16_TIMES = gl.constexpr("""{
+    .reg .b16 low, high;
+    .reg .f32 x, y;
+    mov.b32 {low, high}, $1;
+    cvt.f32.f16 x, low;
+    cvt.f32.f16 y, high;
+    mul.f32 x, x, $2;
+    mul.f32 y, y, $2;
+    cvt.rn.f16x2.f32 $0, y, x;
+}""")
+
+
 @gluon.jit
 def scaled(x, scale, kind: gl.constexpr):
     """Both numbers of each pair, times one for each row."""
     if kind == gl.bfloat16:
-        asm: gl.constexpr = """{
-            .reg .b32 low, high;
-            .reg .f32 x, y;
-            shl.b32 low, $1, 16;
-            and.b32 high, $1, 0xffff0000;
-            mov.b32 x, low;
-            mov.b32 y, high;
-            mul.f32 x, x, $2;
-            mul.f32 y, y, $2;
-            cvt.rn.bf16x2.f32 $0, y, x;
-        }"""
+        return gl.inline_asm_elementwise(BF16_TIMES, "=r,r,f", [x, scale[:, None]], gl.int32, True, 1)
     else:
-        asm: gl.constexpr = """{
-            .reg .b16 low, high;
-            .reg .f32 x, y;
-            mov.b32 {low, high}, $1;
-            cvt.f32.f16 x, low;
-            cvt.f32.f16 y, high;
-            mul.f32 x, x, $2;
-            mul.f32 y, y, $2;
-            cvt.rn.f16x2.f32 $0, y, x;
-        }"""
-    return gl.inline_asm_elementwise(asm, "=r,r,f", [x, scale[:, None]], gl.int32, True, 1)
+        return gl.inline_asm_elementwise(F16_TIMES, "=r,r,f", [x, scale[:, None]], gl.int32, True, 1)
 
 
 @gluon.jit
@@ -121,7 +125,9 @@ def load_scale(norms_ptr, row, rows, pairs: gl.constexpr, together: gl.constexpr
 
 
 @gluon.jit
-def load_all(E_ptr, norms_ptr, row, rows, grid, C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr, kind: gl.constexpr):
+def load_all(
+    E_ptr, norms_ptr, row, rows, grid, C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr, kind: gl.constexpr
+):  # fmt: skip
     """The gradient of u in pieces of 64 columns, and of 16 of the low rank, each row divided by the deviation of x."""
     loaded = ()
     for k in gl.static_range(C // 64):
