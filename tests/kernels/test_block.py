@@ -152,6 +152,37 @@ def sums_of_many_programs():
         assert error(found.sum(0), expected) < 1e-5
 
 
+def interpret_product_with_the_input():
+    """Gradients of the shared norm and of what follows it from a product with x instead of norm(x), for which rows were
+    divided by the deviation: what kernels for Hopper leave."""
+    from multilinear.kernels.block_gradient import FIRST_WRITES, _finish, _summed
+    from multilinear.kernels.block_sizes import sizes_of
+
+    block = perturbed(PolyBlock(64, shrinkage=8)).requires_grad_(False)
+    weights = weights_of(block)
+    named, s = dict(zip(kernels.BLOCK_PARAMETERS, weights, strict=True)), sizes_of(weights)
+    x, grad, du = torch.randn(37, 64) * torch.rand(37, 1) + 3, torch.randn(37, 64), torch.randn(37, 72)
+    mean, deviation = x.mean(1, keepdim=True), (x.var(1, correction=0, keepdim=True) + 1e-6).sqrt()
+    scaled = du / deviation
+    lines = torch.stack([part.sum(0) for part in torch.cat([grad, scaled * mean, du], 1).chunk(3)])
+    second, mu1, factor = torch.randn(5, 3, 64), torch.randn(3, 4, 64), torch.randn(64, 16)
+    found = {name: torch.full_like(weight, torch.nan) for name, weight in named.items()}
+    _finish(scaled.T @ x, factor, _summed(lines, mu1, second, s), torch.randn(192), named, found, s)
+    assert all(found[name].isfinite().all() for name in FIRST_WRITES)
+    parts = "norm1", "mu1.A", "mu1.D"
+    leaves = [named[f"{part}.{name}"].double().requires_grad_() for part in parts for name in ("weight", "bias")]
+    n = F.layer_norm(x.double(), (64,), *leaves[:2], 1e-6)
+    u = torch.cat([F.linear(n, *leaves[2:4]), F.linear(n, *leaves[4:])], 1)
+    expected = torch.autograd.grad(u, leaves, du.double())
+    before = second.sum(0)
+    assert error(found["norm1.weight"], expected[0] + before[0]) < 1e-5
+    assert error(found["norm1.bias"], expected[1] + before[1]) < 1e-5
+    for name, e in zip(("A.weight", "A.bias", "D.weight", "D.bias"), expected[2:], strict=True):
+        assert error(found[f"mu1.{name}"], e) < 1e-5, name
+    assert error(found["mu1.C.bias"], grad.double().sum(0)) < 1e-5
+    assert error(found["mu2.C.bias"], before[2].double()) < 1e-5
+
+
 def interpret_operators():
     from torch.library import opcheck
 
@@ -309,6 +340,20 @@ def test_cuda_agrees_with_float64(dim, shrinkage, side, calls):
     plain = run(block, x, grad)
     assert len(calls) == 1
     assert error(found[0], expected[0]) < min(1e-2, 1.1 * error(plain[0], expected[0]) + 1e-4)
+    close_gradients(block, found[1], expected[1], 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "shrinkage"), [(64, 8), (128, 8), (192, 4)])
+def test_cuda_tokens_far_from_zero(dim, shrinkage):
+    """On the way back rows are divided by their deviation, and what their mean gives is taken off in the end."""
+    block = perturbed(PolyBlock(dim, shrinkage=shrinkage)).cuda().bfloat16()
+    x, grad = torch.randn(2, 16, 8, 8, dim, device="cuda")
+    x = (x * (0.5 + 3 * torch.rand_like(x[..., :1])) + 30 * torch.randn_like(x[..., :1])).bfloat16()
+    x[0, 0] = 20.0  # without any variance
+    grad = grad.bfloat16()
+    found, expected = run(block, x, grad), exact(block, x, grad)
+    assert error(found[0], expected[0]) < 1e-2
     close_gradients(block, found[1], expected[1], 2e-2)
 
 

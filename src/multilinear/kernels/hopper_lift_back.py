@@ -42,13 +42,15 @@ def load_norms(norms_ptr, keep_ptr, row, rows, tokens, DROP: gl.constexpr):
 
 @gluon.jit
 def norm_columns(mean, scale, kind: gl.constexpr):
-    """Columns 4 to 7: the mean of each row and its deviation, each as stored and what is lost by that."""
+    """Columns 4 to 6 add up to the mean of each row, 7 and 8 to its deviation: parts of 16 bits each. The mean has
+    more of them, as rows may lie far from zero for their deviation."""
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
     mean, deviation = along(mean, 16), along(1.0 / scale, 16)
-    number = gl.where(j < 6, mean, deviation)
-    stored = number.to(kind).to(gl.float32)
-    number = gl.where(j % 2 == 0, stored, number - stored)
-    return gl.where((j >= 4) & (j < 8), number, 0.0).to(kind)
+    rest = mean - mean.to(kind).to(gl.float32)
+    part = gl.where(j == 4, mean, gl.where(j == 5, rest, rest - rest.to(kind).to(gl.float32)))
+    left = deviation - deviation.to(kind).to(gl.float32)
+    part = gl.where(j == 7, deviation, gl.where(j == 8, left, part))
+    return gl.where((j >= 4) & (j <= 8), part, 0.0).to(kind)
 
 
 @gluon.jit
@@ -207,8 +209,8 @@ def consume(
         inside = 64 * k + channel < C + L1
         if k < P:
             gl.store(line + 64 * k, gl.sum(gl.where((j == 2) | (j == 3), sums[k], 0.0), 1))
-        gl.store(line + C + 64 * k, gl.sum(gl.where((j == 4) | (j == 5), sums[k], 0.0), 1), mask=inside)
-        gl.store(line + C + STRIDE + 64 * k, gl.sum(gl.where((j == 6) | (j == 7), sums[k], 0.0), 1), mask=inside)
+        gl.store(line + C + 64 * k, gl.sum(gl.where((j >= 4) & (j <= 6), sums[k], 0.0), 1), mask=inside)
+        gl.store(line + C + STRIDE + 64 * k, gl.sum(gl.where((j == 7) | (j == 8), sums[k], 0.0), 1), mask=inside)
     mbarrier.wait(full_x.index(which * TILES + turn % TILES), (turn // TILES) & 1)
     if TILES == 2:
         mbarrier.wait(full_g.index(which * 2 + turn % 2), (turn // 2) & 1)
