@@ -23,9 +23,15 @@ from multilinear.kernels.hopper_parts import (
 )
 
 
+@gluon.constexpr_function
+def room(channels):
+    """Whether there is some for the bias, and for a tile of the low rank."""
+    return channels < 256
+
+
 @gluon.jit
 def load_bias(bias, i, C: gl.constexpr):
-    if C < 256:
+    if room(C):
         return kept(bias, i, 64)
     else:
         return across(bias, 64 * i, 64, C)
@@ -75,11 +81,11 @@ def consume(
         for k in gl.static_range(P):
             part = times(ns[k], weights_low.index(k), part, k == 0)
         done = warpgroup_mma_wait(0, deps=(part,) + ns)
-        if C == 256:  # there is no room for a tile of its own
+        if room(C):
+            low = tiles_low.index(which)
+        else:
             tma.store_wait(0)
             low = reinterpret(out, kind, [64, LOW], low_out_desc.layout)
-        else:
-            low = tiles_low.index(which)
         low.store((done[0] + across(low_bias_ptr, 0, LOW, L1)).to(kind))
         fence_async_shared()
         store_tile(low_out_desc, [row, C], low)  # past the last column it is cut off
@@ -104,7 +110,7 @@ def lift(
     kind: gl.constexpr = x_desc.dtype
     tiles_x = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], x_desc.layout)
     tiles_u = gl.allocate_shared_memory(kind, [GROUPS, 64, 64], u_desc.layout)
-    tiles_low = gl.allocate_shared_memory(kind, [GROUPS if C < 256 else 1, 64, LOW], low_out_desc.layout)
+    tiles_low = gl.allocate_shared_memory(kind, [GROUPS if room(C) else 1, 64, LOW], low_out_desc.layout)
     weights = gl.allocate_shared_memory(kind, [P * P, 64, 64], w_desc.layout)
     weights_low = gl.allocate_shared_memory(kind, [P, LOW, 64], low_desc.layout)
     full_w = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -119,9 +125,9 @@ def lift(
             load_tile(w_desc, [64 * i, 64 * k], full_w, weights.index(i * P + k))
         load_tile(low_desc, [C, 64 * k], full_w, weights_low.index(k))
     vectors = keep_vectors(vectors_ptr, 2 * C, 64, 2 * P)
-    if C < 256:
+    if room(C):
         bias = keep_vectors(vectors_ptr + BIAS, C, 64, P)
-    else:  # there is no room for it
+    else:
         bias = vectors_ptr + BIAS
     meet()
     buffers = (tiles_x, tiles_u, tiles_low, weights, weights_low, vectors, bias)

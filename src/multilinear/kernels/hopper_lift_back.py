@@ -189,6 +189,8 @@ def consume(
             fetch(grad_desc, row, full_g.index(mine), tiles_g, place, C)
         if DROP:  # the sums that read the one before are over
             select.store(columns_of(row_zeros(), row_zeros(), keep, kind))
+            fence_async_shared()
+            meet()
         level, follow = to_norm(tiles_x, place, dns, mean, scale, vectors, C)
         mbarrier.wait(full_g.index(mine), phase)
         new = to_input(tiles_x, tiles_g, place, select, dns, sums, mean, level, follow, vectors, C, kind)
@@ -229,7 +231,8 @@ def lift_back(
     P: gl.constexpr = C // 64
     LOWS: gl.constexpr = (L1 + 15) // 16
     gl.static_assert(LOWS <= 4)  # they share a tile
-    gl.static_assert(STAGES >= 2 and (STAGES > P or (TILES == 1 and STAGES > 1)))  # the rest and the norms' are P tiles
+    # if spare tiles are too few, the rest of du and what it is summed up with have those of the gradient
+    gl.static_assert(STAGES > P or (TILES == 1 and STAGES >= 2))
     kind: gl.constexpr = x_desc.dtype
     column: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     tiles_x = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], x_desc.layout)
