@@ -215,6 +215,20 @@ def test_loaders(tmp_path, channels, auto_augment):
     assert (info.train.state == 1).sum() == 18
 
 
+@pytest.mark.parametrize("auto_augment", ["rand-m10-inc1", "rand-m0", "augmix-m10", "original"])
+def test_posterizing_leaves_a_bit(tmp_path, auto_augment):
+    train, _, _ = both_loaders(fill(tmp_path, count=10), 16, 6, workers=0, auto_augment=auto_augment)
+    step = next(step for step in train.dataset.transform.transforms if hasattr(step, "ops") or hasattr(step, "policy"))
+    ops = getattr(step, "ops", None) or [op for policy in step.policy for op in policy]
+    ops = [op for op in ops if "Posterize" in op.name]
+    image = Image.linear_gradient("L").convert("RGB")
+    assert ops
+    for op in ops:
+        op.prob = 1
+        assert len(op(image).getcolors()) in (2, 4, 8, 16, 32, 64, 128)
+        assert len(op.aug_fn(image, 0).getcolors()) == 2
+
+
 def test_training_order_follows_the_seed(tmp_path):
     train, _, _ = both_loaders(fill(tmp_path, count=20), 8, 4, workers=2, erase=0.5)
     runs = []

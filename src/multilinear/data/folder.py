@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import create_loader
+from timm.data.auto_augment import posterize
 from torch.utils.data import DataLoader, Dataset
 
 from multilinear.data.arrays import stratified_mask
@@ -211,7 +212,7 @@ def folder_loader(
             f"{images.root} has {len(images)} training images, fewer than one batch of {batch_size}; lower batch_size"
         )
     images = copy.copy(images)  # timm sets the transform; the state stays shared with the original
-    return create_loader(  # type: ignore[no-any-return]
+    loader: DataLoader[Any] = create_loader(
         images,
         (images.channels, image_size, image_size),
         batch_size,
@@ -231,6 +232,16 @@ def folder_loader(
         pin_memory=torch.cuda.is_available(),
         use_prefetcher=False,
     )
+    for step in getattr(images.transform, "transforms", ()):
+        for op in (*getattr(step, "ops", ()), *(op for ops in getattr(step, "policy", ()) for op in ops)):
+            if op.aug_fn is posterize:
+                op.aug_fn = _posterized
+    return loader
+
+
+def _posterized(image: Image.Image, bits: int, **options: Any) -> Image.Image:
+    """timm's operation leaves no bit at its strongest, which Pillow 13 refuses: then it leaves one."""
+    return posterize(image, max(1, bits), **options)  # type: ignore[no-any-return]
 
 
 def _scan(root: Path) -> tuple[list[str], list[str], np.ndarray]:
