@@ -240,7 +240,7 @@ def folder_loader(
 
 
 def _posterized(image: Image.Image, bits: int, **options: Any) -> Image.Image:
-    """timm's operation leaves no bit at its strongest, which Pillow 13 refuses: then it leaves one."""
+    """What timm does, but one bit stays: at an end of its strengths it leaves none, which Pillow 13 refuses."""
     return posterize(image, max(1, bits), **options)  # type: ignore[no-any-return]
 
 

@@ -26,7 +26,8 @@ from multilinear.kernels.hopper_plans import (
 )
 from multilinear.kernels.launch import launch
 
-# Gluon is young and changes (see `hopper_names`); with these versions of Triton the kernels were tried on a GPU.
+# Gluon is young and changes (see `hopper_names`); with these versions of Triton the kernels were tried on a GPU, with
+# the second one ahead of their last changes, which were only compiled with it.
 VERSIONS = ("3.6.", "3.9.")
 
 

@@ -231,6 +231,7 @@ def lift_back(
     P: gl.constexpr = C // 64
     LOWS: gl.constexpr = (L1 + 15) // 16
     gl.static_assert(LOWS <= 4)  # they share a tile
+    gl.static_assert(GROUPS == 2 or GROUPS == 3)
     # if spare tiles are too few, the rest of du and what it is summed up with have those of the gradient
     gl.static_assert(STAGES > P or (TILES == 1 and STAGES >= 2))
     kind: gl.constexpr = x_desc.dtype
@@ -275,15 +276,6 @@ def lift_back(
             (consume, (1, descs, buffers, bars, pointers, rows, grid, C, L1, STRIDE, GROUPS, TILES,
                        STAGES, DROP)),
         ], [4], [REGISTERS])  # fmt: skip
-    elif GROUPS == 3:
-        gl.warp_specialize([
-            (consume, (0, descs, buffers, bars, pointers, rows, grid, C, L1, STRIDE, GROUPS, TILES,
-                       STAGES, DROP)),
-            (consume, (1, descs, buffers, bars, pointers, rows, grid, C, L1, STRIDE, GROUPS, TILES,
-                       STAGES, DROP)),
-            (consume, (2, descs, buffers, bars, pointers, rows, grid, C, L1, STRIDE, GROUPS, TILES,
-                       STAGES, DROP)),
-        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, descs, buffers, bars, pointers, rows, grid, C, L1, STRIDE, GROUPS, TILES,
@@ -292,6 +284,4 @@ def lift_back(
                        STAGES, DROP)),
             (consume, (2, descs, buffers, bars, pointers, rows, grid, C, L1, STRIDE, GROUPS, TILES,
                        STAGES, DROP)),
-            (consume, (3, descs, buffers, bars, pointers, rows, grid, C, L1, STRIDE, GROUPS, TILES,
-                       STAGES, DROP)),
-        ], [4, 4, 4], [REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
+        ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

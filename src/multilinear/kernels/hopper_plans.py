@@ -111,7 +111,7 @@ class Return(NamedTuple):
 
     @property
     def registers(self) -> int:
-        return {2: 240, 3: 168, 4: 128}[self.groups]
+        return {2: 240, 3: 168}[self.groups]
 
 
 # By channels and the first low rank.
