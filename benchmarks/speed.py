@@ -4,10 +4,10 @@
     python benchmarks/speed.py cpu [--runtimes "eager f32" ...]
     python benchmarks/speed.py plot RECORD.json
 
-On the GPU: inference in bf16 at batch 256 (small images 1024 and 2112), latency at batch 1, training steps (bf16
+On the GPU: inference in bf16 at batch 256 (small images 1024, 2112 and 4224), latency at batch 1, training steps (bf16
 autocast, f32 weights, fused AdamW, random images that are on the device already), seconds to the first training step of
-a fresh process with empty compile caches, and for each MONet the kernels that take the time. Each figure is the median
-over single passes, with quartiles.
+a fresh process with empty compile caches, and for each MONet the kernels that take the time, and the clock and power of
+the GPU after a second of it. Each figure is the median over single passes, with quartiles.
 Every network is measured in several runtimes; all are written, and the best of each network counts. Peers are compiled
 whole, MONets by `multilinear.optimize` and by their blocks; "graph" is a captured CUDA graph.
 
@@ -33,6 +33,7 @@ from speed_report import Recorder, Row, plot, print_report, record_path, summari
 from speed_runtimes import (
     TrainingStep,
     build,
+    clock_and_power,
     forward_call,
     free_memory,
     is_monet,
@@ -55,7 +56,8 @@ MODELS = (
     "monet_t", "resmlp_12_224", "mixer_b16_224",
 )  # fmt: skip
 PARTS = ("inference", "latency", "training", "startup", "profile")
-BATCHES = {"monet_t_32": (1024, 2112)}  # small images leave a GPU idle at 256; the second is 16 a processor of an H200
+# small images leave a GPU idle at 256; 2112 are 16 a processor of an H200
+BATCHES = {"monet_t_32": (1024, 2112, 4224)}
 STARTUP_MODELS = ("monet_ms_t", "resnet50")
 CPU_RUNTIMES = (
     "eager f32", "eager bf16", "compile f32", "compile bf16", "compile bf16 freezing", "onnx f32",
@@ -143,7 +145,7 @@ class GpuRun:
         row |= summarise(time_passes(call, self.device, passes, warm_up, alone=latency), batch)
         row |= peak_memory(self.device) | self.shares(name, row, 1)
         if "profile" in self.options.parts and is_monet(model) and not latency:
-            row |= top_kernels(call, self.device)
+            row |= top_kernels(call, self.device) | clock_and_power(call, self.device, row["median_ms"])
         return row
 
     def training(self, name: str, batch: int) -> None:
@@ -175,7 +177,7 @@ class GpuRun:
         row = summarise(time_passes(call, self.device, passes, warm_up), batch)
         row |= peak_memory(self.device) | self.shares(name, row, 3)
         if "profile" in self.options.parts and name.startswith("monet"):
-            row |= top_kernels(call, self.device)
+            row |= top_kernels(call, self.device) | clock_and_power(call, self.device, row["median_ms"])
         return row
 
     def shares(self, name: str, row: Row, passes: int) -> Row:
@@ -311,7 +313,7 @@ def main() -> None:
     gpu = commands.add_parser("gpu", help="networks of 224 pixels in bf16, MONets and peers")
     gpu.add_argument("--models", nargs="*", default=list(MODELS))
     gpu.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    gpu.add_argument("--batch", type=int, nargs="+", help="256 if not given; small images 1024 and 2112")
+    gpu.add_argument("--batch", type=int, nargs="+", help="256 if not given; small images 1024, 2112 and 4224")
     gpu.add_argument("--startup", nargs="*", help=f"networks whose cold start is timed; {' '.join(STARTUP_MODELS)}")
     gpu.add_argument("--append", action="store_true", help="keep the rows of a record that is there already")
     cpu = commands.add_parser("cpu", help="a MONet and a peer in several runtimes, and a small MONet's latency")

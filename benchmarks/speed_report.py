@@ -125,6 +125,10 @@ def describe(row: Row) -> str:
     if "compute_share" in row:
         more.append(f"{row['tflops']:.1f} TFLOP/s, {row['compute_share']:.0%} of matmul")
         more.append(f"{row['memory_share']:.0%} of copy")
+    if "watt" in row:
+        more.append(
+            f"{row['clock_mhz']:.0f} of {row['most_mhz']:.0f} MHz at {row['watt']:.0f} of {row['most_watt']:.0f} W"
+        )
     if row.get("logit_error") is not None:
         more.append(f"logits off by {row['logit_error']:.2g}")
     if "build_seconds" in row:

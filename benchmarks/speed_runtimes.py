@@ -1,6 +1,9 @@
 """How `speed.py` runs a network, and what it asks of a run: times, memory, kernels, work."""
 
 import gc
+import math
+import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -201,6 +204,25 @@ def peak_memory(device: torch.device) -> dict[str, float]:
         return {}
     allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     return {"allocated_gb": allocated / 1e9, "reserved_gb": reserved / 1e9}
+
+
+def clock_and_power(call: Call, device: torch.device, milliseconds: float) -> Row:
+    """Of a GPU that has been at such passes for a second, as NVIDIA's tool says if it is there: the clock is lower than
+    it could be where power is at its limit."""
+    tool = shutil.which("nvidia-smi")
+    if device.type != "cuda" or tool is None:
+        return {}
+    names = ("clock_mhz", "most_mhz", "watt", "most_watt")
+    which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = "--query-gpu=clocks.sm,clocks.max.sm,power.draw,power.limit"
+    for _ in range(math.ceil(1200 / milliseconds)):
+        call()
+    answer = subprocess.run([tool, which, query, "--format=csv,noheader,nounits"], capture_output=True, text=True)
+    wait(device)
+    try:
+        return dict(zip(names, map(float, answer.stdout.split(",")), strict=True))
+    except ValueError:  # a tool that does not know
+        return {}
 
 
 def top_kernels(call: Call, device: torch.device, count: int = 12) -> Row:

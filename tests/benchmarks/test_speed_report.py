@@ -1,8 +1,10 @@
 """The parts of benchmarks/speed.py that decide what is said: which row counts, the targets, the record, the figure."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -143,3 +145,39 @@ def test_runtimes_of_one_network_agree():
         found = speed_runtimes.forward_call("eager bf16", model, images)()
     assert found.dtype == torch.bfloat16
     assert (found - expected).norm() < 0.1 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [("1665, 1980, 685.4, 700.0\n", {"clock_mhz": 1665, "most_mhz": 1980, "watt": 685.4, "most_watt": 700}),
+     ("1665, 1980, [N/A], 700.0\n", {}), ("", {})],
+)  # fmt: skip
+def test_clock_and_power_are_those_while_passes_run(monkeypatch, said, found):
+    """A GPU that is not there stands in for one: passes are made ahead of the question, and what is not known is left
+    out."""
+    asked, passes = [], []
+
+    def answer(command, **_):
+        asked.append((command, len(passes)))
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setattr(speed_runtimes.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(speed_runtimes.subprocess, "run", answer)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    monkeypatch.setattr(speed_runtimes, "wait", lambda device: None)
+    row = speed_runtimes.clock_and_power(lambda: passes.append(1), torch.device("cuda"), 50.0)
+    assert row == found
+    ((command, before),) = asked
+    assert before == 24 and "--id=GPU-1-2" in command
+    line = speed_report.describe(throughput("monet_ms_t", "training", 700.0) | row)
+    assert ("1665 of 1980 MHz at 685 of 700 W" in line) == bool(found)
+
+
+def test_clock_and_power_are_left_out_without_the_tool_or_a_gpu(monkeypatch):
+    def no_pass():
+        raise AssertionError
+
+    monkeypatch.setattr(speed_runtimes.shutil, "which", lambda name: None)
+    assert speed_runtimes.clock_and_power(no_pass, torch.device("cuda"), 50.0) == {}
+    monkeypatch.setattr(speed_runtimes.shutil, "which", lambda name: name)
+    assert speed_runtimes.clock_and_power(no_pass, torch.device("cpu"), 50.0) == {}

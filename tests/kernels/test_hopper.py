@@ -3,11 +3,12 @@
 import inspect
 
 import pytest
+import torch
 import triton
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multilinear.kernels import hopper
+from multilinear.kernels import hopper, hopper_plans
 from multilinear.kernels.block_sizes import Sizes
 
 
@@ -19,10 +20,8 @@ def block(channels, shrinkage):
 def tried_version(monkeypatch):
     """As with a version of Triton that was tried; plans are remembered, so forget them."""
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    plans = (
-        hopper.plan_for, hopper.plan_back, hopper.plan_norm_back, hopper.plan_first, hopper.plan_first_back,
-        hopper.plan_lift, hopper.plan_lift_back, hopper.plan_merged,
-    )  # fmt: skip
+    plans = [value for name, value in vars(hopper_plans).items() if name.startswith("plan_")]
+    assert len(plans) == 8
     for plan in plans:
         plan.cache_clear()
     yield
@@ -48,18 +47,18 @@ def test_a_product_stands_for_a_division(divisor, data):
 def test_published_widths_have_plans(channels, shrinkage):
     sizes = block(channels, shrinkage)
     assert sizes.served()
-    if hopper.plan_merged(sizes) is None:
-        assert hopper.plan_for(sizes, save=False) is not None
+    if hopper_plans.plan_merged(sizes) is None:
+        assert hopper_plans.plan_for(sizes, save=False) is not None
         # in training n is written from where it is staged
-        assert hopper.plan_for(sizes, save=True).staged
-        assert hopper.plan_back(sizes) is not None
-    assert hopper.plan_lift(sizes) is not None
-    assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is not None
+        assert hopper_plans.plan_for(sizes, save=True).staged
+        assert hopper_plans.plan_back(sizes) is not None
+    assert hopper_plans.plan_lift(sizes) is not None
+    assert hopper_plans.plan_first(sizes, 784, 28, 28, keep_border=True) is not None
 
 
-@pytest.mark.parametrize(("channels", "low"), hopper.FIRST_BACK)
+@pytest.mark.parametrize(("channels", "low"), hopper_plans.FIRST_BACK)
 def test_the_way_back_keeps_weights_and_tiles_in_shared_memory(channels, low):
-    plan = hopper.plan_first_back(block(channels, channels // low), 784, 28, 28, keep_border=True)
+    plan = hopper_plans.plan_first_back(block(channels, channels // low), 784, 28, 28, keep_border=True)
     assert channels % plan.chunk == 0 and plan.groups in (2, 3) and plan.tiles in (1, 2)
     weights = (channels + max(16, triton.next_power_of_2(low))) * channels
     tiles = plan.groups * 64 * (plan.tiles * 2 * channels + plan.chunk)
@@ -68,10 +67,10 @@ def test_the_way_back_keeps_weights_and_tiles_in_shared_memory(channels, low):
     assert plan.programs * plan.groups * 128 * plan.registers <= 2**16
 
 
-@pytest.mark.parametrize(("channels", "low"), hopper.MERGED)
+@pytest.mark.parametrize(("channels", "low"), hopper_plans.MERGED)
 def test_branches_are_merged_where_that_costs_nothing_and_fits(channels, low):
     sizes = block(channels, 3 * channels // low)
-    plan = hopper.plan_merged(sizes)
+    plan = hopper_plans.plan_merged(sizes)
     assert sizes.channels * sizes.rank2 <= sizes.low2 * (sizes.channels + sizes.rank2)
     assert sizes.rank2 % 64 == 0
     tokens, branches, last = 2 * 64 * (channels + 64), 128 * (channels + 16), 64 * channels
@@ -82,9 +81,9 @@ def test_branches_are_merged_where_that_costs_nothing_and_fits(channels, low):
     assert plan.back_slots >= 3
 
 
-@pytest.mark.parametrize(("channels", "low"), hopper.LIFT_BACK)
+@pytest.mark.parametrize(("channels", "low"), hopper_plans.LIFT_BACK)
 def test_the_way_back_from_the_shift_fits_a_processor(channels, low):
-    plan = hopper.plan_lift_back(block(channels, channels // low), 784, 28, 28, keep_border=True)
+    plan = hopper_plans.plan_lift_back(block(channels, channels // low), 784, 28, 28, keep_border=True)
     # sums take two spare tiles; du takes the gradient's if they are too few, and so there is no other set of tiles
     assert plan.spare >= 2 and (plan.spare > channels // 64 or plan.tiles == 1)
     weights, columns = (channels + 16 * -(-low // 16)) * channels, (2 + plan.groups) * 64 * 16
@@ -93,14 +92,48 @@ def test_the_way_back_from_the_shift_fits_a_processor(channels, low):
     assert plan.groups * 128 * plan.registers <= 2**16
 
 
-@pytest.mark.parametrize(("channels", "low"), hopper.NORM_BACK)
+@pytest.mark.parametrize(("channels", "low"), hopper_plans.LIFT_BACK)
+def test_products_over_all_tokens_take_what_comes_back_from_the_shift(channels, low):
+    tokens, stages = hopper_plans.PRODUCTS[channels]
+    assert tokens % 16 == 0 and stages >= 2 and low < 64
+    assert stages * (3 * channels // 64 + 1) * tokens * 128 + 512 < 227 * 1024
+
+
+@given(st.integers(1, 10**5), st.integers(2, 200), st.integers(1, 1000), st.integers(1, 1000))
+def test_programs_are_shared_out_between_two_jobs_as_evenly_as_can_be(blocks, programs, first, rest):
+    def time(share):
+        return max(-(-blocks // share) * first, -(-blocks // (programs - share)) * rest)
+
+    share = hopper._share(blocks, programs, first, rest)
+    assert time(share) == min(map(time, range(1, programs)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("channels", "low"), hopper_plans.LIFT_BACK)
+@pytest.mark.parametrize("rows", [1, 100, 64 * 132 * 3 + 13])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cuda_products_over_all_tokens(channels, low, rows, dtype):
+    sizes = block(channels, channels // low)
+    widths = channels + low, channels, channels, channels, channels, -(-(low + 1) // 8) * 8
+    du, x, grad, h, db, d = (torch.randn(rows, width, device="cuda").to(dtype) for width in widths)
+    first, rest = hopper.first_products(du, x, grad, h, db, d, sizes)
+    assert torch.equal(first, hopper.first_products(du, x, grad, h, db, d, sizes)[0])
+    output, factor = rest.double().sum(0).split([channels * channels, channels * widths[-1]])
+    for found, (left, right) in zip(
+        (first.double().sum(0), output, factor), ((du, x), (grad, h), (db, d)), strict=True
+    ):
+        expected = left.double().T @ right.double()
+        assert (found.view_as(expected) - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize(("channels", "low"), hopper_plans.NORM_BACK)
 def test_one_plan_leads_back_to_the_input(channels, low):
-    assert not hopper.plan_back(block(channels, 3 * channels // low)).whole
+    assert not hopper_plans.plan_back(block(channels, 3 * channels // low)).whole
 
 
-@pytest.mark.parametrize(("channels", "low"), hopper.NORM_BACK)
+@pytest.mark.parametrize(("channels", "low"), hopper_plans.NORM_BACK)
 def test_the_last_norm_keeps_enough_tiles_in_shared_memory(channels, low):
-    plan = hopper.plan_norm_back(block(channels, 3 * channels // low))
+    plan = hopper_plans.plan_norm_back(block(channels, 3 * channels // low))
     # two tiles of P and all of x are held at a time, and one chunk of the stack while the next is multiplied
     assert plan.tiles >= channels // 64 + 2 and plan.slots >= 2 and 64 % plan.rows == 0
     columns, barriers = (2 + plan.groups) * 64 * 16, 2 * (plan.groups * plan.tiles + plan.slots)
@@ -112,13 +145,13 @@ def test_the_last_norm_keeps_enough_tiles_in_shared_memory(channels, low):
     "sizes", [block(48, 4), block(96, 4), block(384, 8), Sizes(64, 64, 8, 256, 24), Sizes(64, 64, 8, 192, 16)]
 )
 def test_others_have_none(sizes):
-    assert hopper.plan_for(sizes, save=False) is None
-    assert hopper.plan_back(sizes) is None
-    assert hopper.plan_norm_back(sizes) is None
-    assert hopper.plan_merged(sizes) is None
+    assert hopper_plans.plan_for(sizes, save=False) is None
+    assert hopper_plans.plan_back(sizes) is None
+    assert hopper_plans.plan_norm_back(sizes) is None
+    assert hopper_plans.plan_merged(sizes) is None
 
 
-@pytest.mark.parametrize("plan", [hopper.plan_first, hopper.plan_first_back, hopper.plan_lift_back])
+@pytest.mark.parametrize("plan", [hopper_plans.plan_first, hopper_plans.plan_first_back, hopper_plans.plan_lift_back])
 def test_the_first_layer_needs_a_border_that_stays_and_a_grid_that_divides_exactly(plan):
     sizes = block(64, 8)
     assert plan(sizes, 784, 28, 28, keep_border=True) is not None
@@ -126,19 +159,24 @@ def test_the_first_layer_needs_a_border_that_stays_and_a_grid_that_divides_exact
     assert plan(sizes, 56, 2, 28, keep_border=True) is None
     assert plan(sizes, 2**24, 2**12, 2**12, keep_border=True) is None
     assert plan(Sizes(64, 32, 8, 192, 24), 784, 28, 28, keep_border=True) is None
-    assert hopper.plan_lift(Sizes(64, 32, 8, 192, 24)) is None
+    assert hopper_plans.plan_lift(Sizes(64, 32, 8, 192, 24)) is None
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.7.0", "4.0.0"])
 def test_other_versions_of_triton_take_the_other_kernels(monkeypatch, version):
     monkeypatch.setattr(triton, "__version__", version)
     sizes = block(64, 8)
-    assert hopper.plan_for(sizes, save=False) is hopper.plan_back(sizes) is hopper.plan_lift(sizes) is None
-    assert hopper.plan_norm_back(block(128, 8)) is None
-    assert hopper.plan_first(sizes, 784, 28, 28, keep_border=True) is None
-    assert hopper.plan_first_back(sizes, 784, 28, 28, keep_border=True) is None
-    assert hopper.plan_lift_back(sizes, 784, 28, 28, keep_border=True) is None
-    assert hopper.plan_merged(block(192, 4)) is None
+    assert (
+        hopper_plans.plan_for(sizes, save=False)
+        is hopper_plans.plan_back(sizes)
+        is hopper_plans.plan_lift(sizes)
+        is None
+    )
+    assert hopper_plans.plan_norm_back(block(128, 8)) is None
+    assert hopper_plans.plan_first(sizes, 784, 28, 28, keep_border=True) is None
+    assert hopper_plans.plan_first_back(sizes, 784, 28, 28, keep_border=True) is None
+    assert hopper_plans.plan_lift_back(sizes, 784, 28, 28, keep_border=True) is None
+    assert hopper_plans.plan_merged(block(192, 4)) is None
 
 
 @pytest.mark.parametrize("name", ["load_tile", "store_tile", "load_each", "meet", "reinterpret"])

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS, block_forward, block_small, block_weights, hopper
+from multilinear.kernels import BLOCK_PARAMETERS, block_forward, block_small, block_weights, hopper, hopper_plans
 from multilinear.kernels.block_sizes import (
     Prepared,
     Roots,
@@ -25,7 +25,7 @@ from multilinear.kernels.launch import launch
 
 def merges(weights: Sequence[Tensor]) -> bool:
     """Whether a block with these weights takes the second branch's matrices as one."""
-    return weights[0].is_cuda and hopper.plan_merged(sizes_of(weights)) is not None
+    return weights[0].is_cuda and hopper_plans.plan_merged(sizes_of(weights)) is not None
 
 
 def _new(weights: Sequence[Tensor], dtype: torch.dtype, merged: bool) -> Prepared:
@@ -73,14 +73,14 @@ def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     launch(
         kernel, programs,
         *named.values(), *fields, **constants(s, kernel.arg_names), MERGED=merged,
-        ROWS=min(256, triton.next_power_of_2(s.rank2)), COLUMNS=columns, BLOCK=size, num_warps=8,
+        ROWS=triton.next_power_of_2(s.rank2), COLUMNS=columns, BLOCK=size, num_warps=8,
     )  # fmt: skip
     kernel = block_weights.grams
     programs = sum(triton.cdiv(width + 8, tile) * triton.cdiv(width + 1, tile) for width in (wide, low))
     launch(
         kernel, programs,
         ready.first, ready.second, ready.stack, ready.low_stack, ready.vectors, **constants(s, kernel.arg_names),
-        MERGED=merged, ROWS=128, TILE=tile, num_warps=4,
+        MERGED=merged, ROWS=64, TILE=tile, num_warps=4,
     )  # fmt: skip
     return list(ready)
 
@@ -146,7 +146,7 @@ def _first_layer(
     """u, and the value between the Mu-Layers from it."""
     height, width = x.shape[-3:-1]
     rows = len(u)
-    ahead = hopper.plan_lift(s) if x.is_cuda else None
+    ahead = hopper_plans.plan_lift(s) if x.is_cuda else None
     if ahead is not None:
         hopper.lift(x, u, norms, ready, s, ahead, offsets(s).bias, eps, save)
     else:
@@ -157,7 +157,7 @@ def _first_layer(
             x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
             T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    first = hopper.plan_first(s, rows, height, width, keep_border) if x.is_cuda else None
+    first = hopper_plans.plan_first(s, rows, height, width, keep_border) if x.is_cuda else None
     if first is not None:
         hopper.mu1(x, u, mid, stats, keep, ready, s, first, offsets(s).mu1, eps, save)
     else:
@@ -173,7 +173,7 @@ def _first_layer(
 
 def _new_norms(x: Tensor, s: Sizes) -> Tensor:
     """Memory for two numbers of each token, which only kernels for Hopper leave."""
-    there = x.is_cuda and hopper.plan_lift(s) is not None
+    there = x.is_cuda and hopper_plans.plan_lift(s) is not None
     return x.new_empty((2, x.numel() // s.channels) if there else 0, dtype=torch.float32)
 
 
@@ -204,7 +204,7 @@ def poly_block_now(
     _first_layer(x, u, mid, norms, stats1, keep1, ready, s, keep_border, eps, save)
     n = x.new_empty((rows, s.channels + 16) if save else 0)
     d = x.new_empty((rows, s.low2 + 16) if save and not ready.merged else 0)
-    plan = hopper.plan_for(s, save) if x.is_cuda else None
+    plan = hopper_plans.plan_for(s, save) if x.is_cuda else None
     if ready.merged:
         roots = Roots(*prepared[fields:]) if prepared[fields:] else None
         hopper.mu2_merged(mid, out, keep2, n, stats2, ready, roots, s, offsets(s).forms, eps, save)

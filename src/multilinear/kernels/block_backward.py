@@ -247,9 +247,10 @@ def lift_back(
         step = start + tl.arange(0, STEP)
         ahead = step + STEP  # on their way while these rows are dealt with
         next_x, next_grad = load_both(x_ptr, grad_ptr, ahead, ahead < tl.minimum(rows, tile + T), C, BLOCK)
+        dn = load_whole(out_ptr, step, step < rows, C, BLOCK)
         sums = norm_rows(
-            out_ptr, x, grad, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, step, rows, height * width, eps, C, True,
-            DROP, BLOCK,
+            dn, x, grad, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, step, rows, height * width, eps, C, True, DROP,
+            BLOCK,
         )  # fmt: skip
         x, grad = next_x, next_grad
     store_sums(sums_ptr, sums, C, BLOCK)
@@ -262,13 +263,19 @@ def norm_back(
 ):  # fmt: skip
     """Through the norm ahead of a Mu-Layer and along the shortcut."""
     sums = norm_sums(T, BLOCK)
-    for start in range(tl.program_id(0) * T, rows, tl.num_programs(0) * T):
+    step = tl.num_programs(0) * T
+    row = tl.program_id(0) * T + tl.arange(0, T)
+    dn = load_whole(dn_ptr, row, row < rows, C, BLOCK)
+    x, grad = load_both(x_ptr, grad_ptr, row, row < rows, C, BLOCK)
+    for start in tl.range(tl.program_id(0) * T, rows, step, num_stages=1):
         row = start + tl.arange(0, T)
-        x, grad = load_both(x_ptr, grad_ptr, row, row < rows, C, BLOCK)
+        ahead = row + step  # on their way while these rows are dealt with
+        next_dn = load_whole(dn_ptr, ahead, ahead < rows, C, BLOCK)
+        next_x, next_grad = load_both(x_ptr, grad_ptr, ahead, ahead < rows, C, BLOCK)
         sums = norm_rows(
-            dn_ptr, x, grad, keep_ptr, vectors_ptr, out_ptr, out_ptr, sums, row, rows, tokens, eps, C, False, DROP,
-            BLOCK,
+            dn, x, grad, keep_ptr, vectors_ptr, out_ptr, out_ptr, sums, row, rows, tokens, eps, C, False, DROP, BLOCK
         )  # fmt: skip
+        dn, x, grad = next_dn, next_x, next_grad
     store_sums(sums_ptr, sums, C, BLOCK)
 
 
@@ -288,16 +295,20 @@ def store_sums(ptr, sums, C: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_both(x_ptr, grad_ptr, row, live, C: tl.constexpr, BLOCK: tl.constexpr):
+def load_whole(ptr, row, live, C: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
     mask = live[:, None] & (column < C)[None, :]
-    place = row[:, None] * C + column[None, :]
-    return tl.load(x_ptr + place, mask=mask, other=0.0), tl.load(grad_ptr + place, mask=mask, other=0.0)
+    return tl.load(ptr + row[:, None] * C + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_both(x_ptr, grad_ptr, row, live, C: tl.constexpr, BLOCK: tl.constexpr):
+    return load_whole(x_ptr, row, live, C, BLOCK), load_whole(grad_ptr, row, live, C, BLOCK)
 
 
 @triton.jit
 def norm_rows(
-    dn_ptr, x, grad, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, row, rows, tokens, eps,
+    dn, x, grad, keep_ptr, vectors_ptr, out_ptr, n_ptr, sums, row, rows, tokens, eps,
     C: tl.constexpr, WRITE: tl.constexpr, DROP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Rows of the gradient of x; if asked, of the norm's output next to a column of ones; and the sums with them."""
@@ -306,8 +317,7 @@ def norm_rows(
     column = tl.arange(0, BLOCK)
     mask = live[:, None] & (column < C)[None, :]
     place = row[:, None] * C + column[None, :]
-    dn = tl.load(dn_ptr + place, mask=mask, other=0.0).to(tl.float32)
-    x, grad = x.to(tl.float32), grad.to(tl.float32)
+    dn, x, grad = dn.to(tl.float32), x.to(tl.float32), grad.to(tl.float32)
     weight = load_below(vectors_ptr, column, mask)
     x -= (tl.sum(x, 1) / C)[:, None]
     if BLOCK > C:

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS, block_backward, block_weights_back, hopper
+from multilinear.kernels import BLOCK_PARAMETERS, block_backward, block_weights_back, hopper, hopper_plans
 from multilinear.kernels.block import poly_block, poly_block_now
 from multilinear.kernels.block_sizes import (
     Prepared,
@@ -21,7 +21,7 @@ from multilinear.kernels.block_sizes import (
     steps,
     tiles,
 )
-from multilinear.kernels.launch import launch, side_stream
+from multilinear.kernels.launch import beside, launch
 
 _NORM_B = "norm_b.weight", "norm_b.bias", "alpha"
 _SMALL = tuple(f"{part}.{name}" for part in ("A", "D", "B", "norm_a", "norm_b") for name in ("weight", "bias"))
@@ -45,37 +45,30 @@ def _product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 Named = dict[str, Tensor]
 
 
-def _beside(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Start the small products that end in gradients of parameters beside what follows; the result waits for them."""
-    if device.type != "cuda":
-        return work
-    main, side = torch.cuda.current_stream(device), side_stream(device)
-    side.wait_stream(main)
-    with torch.cuda.stream(side):
-        work()
-    held = [work]  # with all that it reads, whose memory would else be used again too early
+def _both_beside(branches: Callable[[], None], grad: Tensor, h: Tensor, weight: Tensor) -> list[Callable[[], None]]:
+    """Start what ends in the gradients of the branches, whose last steps are small, and only then the product for that
+    of the last matrix, which fills a GPU while they wait."""
 
-    def join() -> None:
-        main.wait_stream(side)
-        held.clear()
+    def output() -> None:
+        _product(grad.view(len(h), -1), h, weight)
 
-    return join
+    return [beside(part, h.device) for part in (branches, output)]
 
 
 def _second_layer(
     grad: Tensor, mid: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, named: Named, found: Named,
     ready: Prepared, s: Sizes, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, list[Callable[[], None]]]:  # fmt: skip
     """The gradient of the value between the Mu-Layers, what is summed up on the way, the terms of alpha's gradient; and
-    a function after which those terms and the gradients of the second Mu-Layer are there."""
+    functions: after the first those terms are there, after the last the gradients of the second Mu-Layer."""
     if ready.merged:
         return _merged_layer(grad, mid, n, stats, keep, named, found, ready, s, eps)
-    rows, rank, channels, low = mid.numel() // s.channels, s.rank2, s.channels, s.low2
+    rows, rank, low = mid.numel() // s.channels, s.rank2, s.low2
     fixed = constants(s, block_backward.mu2_back.arg_names)
     # a product over all tokens is faster with whole tiles; its rows for the columns past the last of P are not read
     h, wide, Q = (mid.new_empty(rows, width) for width in (rank, fixed["SP"], fixed["SQ"]))
     P = wide[:, : len(ready.stack)]
-    plan = hopper.plan_back(s) if mid.is_cuda else None
+    plan = hopper_plans.plan_back(s) if mid.is_cuda else None
     if plan is not None:
         out, sums = hopper.mu2_back(grad, mid, n, d, stats, keep, h, P, Q, ready, s, plan, offsets(s).forms, eps)
     else:
@@ -88,24 +81,23 @@ def _second_layer(
         torch.mm(Q, ready.low_stack, out=P[:, -low:])
     if plan is None or not plan.whole:
         # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], as Q does the same of B
-        last = hopper.plan_norm_back(s) if mid.is_cuda else None
+        last = hopper_plans.plan_norm_back(s) if mid.is_cuda else None
         if last is not None:
             out, sums = hopper.norm_back(P, mid, grad, keep, ready, s, last, eps)
         else:
             out, sums = _through_shared_norm(P @ ready.stack, mid, grad, keep, ready, s, eps)
     terms = sums.new_empty(rank)
 
-    def parameters() -> None:
-        _product(grad.view(rows, channels), h, found["mu2.C.weight"])
+    def branches() -> None:
         _second_gradients(_product(wide, n), _product(Q, d), None, terms, named, found, ready, s)
 
-    return out, sums, terms, _beside(parameters, mid.device)
+    return out, sums, terms, _both_beside(branches, grad, h, found["mu2.C.weight"])
 
 
 def _merged_layer(
     grad: Tensor, mid: Tensor, n: Tensor, stats: Tensor, keep: Tensor | None, named: Named, found: Named,
     ready: Prepared, s: Sizes, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Callable[[], None]]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, list[Callable[[], None]]]:  # fmt: skip
     """The same with merged branches, whose gradients are next to each other and go on to n at once."""
     rows, rank, channels = mid.numel() // s.channels, s.rank2, s.channels
     h, PQ, dn = (mid.new_empty(rows, width) for width in (rank, 2 * (rank + channels), channels))
@@ -113,8 +105,7 @@ def _merged_layer(
     out, sums = _through_shared_norm(dn, mid, grad, keep, ready, s, eps)
     terms = sums.new_empty(rank)
 
-    def parameters() -> None:
-        _product(grad.view(rows, channels), h, found["mu2.C.weight"])
+    def branches() -> None:
         matrix, bias = sums.new_empty(rank, channels), sums.new_empty(rank)
         product, merged = _product(PQ, n), {"mu2.B.weight": matrix, "mu2.B.bias": bias}
         _second_gradients(product, product, ends, terms, named, found | merged, ready, s)
@@ -125,10 +116,10 @@ def _merged_layer(
             kernel, programs,
             matrix, bias, *(named[f"mu2.{name}"] for name in ("B.weight", "D.weight", "D.bias")),
             *(found[f"mu2.{name}"] for name in ("B.weight", "B.bias", "D.weight", "D.bias")),
-            **constants(s, kernel.arg_names), ROWS=tall, COLUMNS=wide, DEPTH=64, num_warps=4,
+            **constants(s, kernel.arg_names), ROWS=tall, COLUMNS=wide, DEPTH=128, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    return out, sums, terms, _beside(parameters, mid.device)
+    return out, sums, terms, _both_beside(branches, grad, h, found["mu2.C.weight"])
 
 
 def _second_gradients(
@@ -148,7 +139,7 @@ def _second_gradients(
         product, low_product, ends, lines, ready.first, ready.second, *(named[name] for name in SECOND_READS),
         *(found[name] for name in SECOND_WRITES), terms, **constants(s, kernel.arg_names), MERGED=ready.merged,
         LINES=triton.next_power_of_2(lines), ROWS=tall, COLUMNS=wide, DEPTH=64,
-        ALL=min(256, triton.next_power_of_2(s.rank2)), num_warps=4,
+        ALL=min(256, triton.next_power_of_2(s.rank2)), num_warps=4, num_stages=1,
     )  # fmt: skip
 
 
@@ -181,7 +172,7 @@ def _first_layer(
     kernel = block_backward.mu1_back
     fixed = constants(s, kernel.arg_names)
     E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, wide) for wide in (rank, rank, fixed["SD1"]))
-    plan = hopper.plan_first_back(s, rows, height, width, keep_border) if x.is_cuda else None
+    plan = hopper_plans.plan_first_back(s, rows, height, width, keep_border) if x.is_cuda else None
     if plan is not None:
         sums = hopper.mu1_back(grad, u, stats, keep, E, h, db, d, ready, s, plan, offsets(s).mu1)
     else:
@@ -194,7 +185,7 @@ def _first_layer(
             KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), STAGES=tile.stages,
             J=chunk_of_many(s, tile.chunk),
         )  # fmt: skip
-    last = hopper.plan_lift_back(s, rows, height, width, keep_border) if x.is_cuda else None
+    last = hopper_plans.plan_lift_back(s, rows, height, width, keep_border) if x.is_cuda else None
     if last is not None:
         n = x.view(rows, channels)  # norm(x) is made up for later
         out, du, norm_sums = hopper.lift_back(E, x, grad, keep, norms, ready, s, last)
@@ -211,24 +202,39 @@ def _first_layer(
             KEEP=keep_border, DROP=keep is not None, **steps(tile, channels), J=chunk_of_many(s, tile.chunk),
             STAGES=tile.stages,
         )  # fmt: skip
-    _product(grad.view(rows, channels), h, found["mu1.C.weight"])
-    return out, (_product(du, n), _product(db, d)), (norm_sums, sums)
+    if last is not None:
+        products = hopper.first_products(du, n, grad, h, db, d, s)
+    else:
+        products = _product(du, n), _product(db, d)
+        _product(grad.view(rows, channels), h, found["mu1.C.weight"])
+    return out, products, (norm_sums, sums)
 
 
-def _summed(first: Tensor, mu1: Tensor, second: Tensor, s: Sizes) -> Tensor:
-    """Rows that add up to the sums of the shared norm's first and second place and of the first Mu-Layer."""
+def _summed(
+    first: Tensor, mu1: Tensor, second: Tensor, lifting: Tensor, factor: Tensor, weight: Tensor, s: Sizes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows that add up to the sums of the shared norm's first and second place and of the first Mu-Layer; the products
+    for u and for a factor. These come as they are, or as lines that add up to them, the second of which begin with
+    the gradient of a weight."""
     rows, columns = 128, 64
     parts = min(32, triton.next_power_of_2(triton.cdiv(max(map(len, (first, second, mu1))), rows)))
     widths = first.flatten(1).shape[1], 3 * s.channels, 4 * s.rank1
     out = first.new_empty(parts, sum(widths))
     kernel = block_weights_back.partial_sums
+    fixed = constants(s, kernel.arg_names)
     programs = parts * sum(triton.cdiv(width, columns) for width in widths)
+    lines: tuple[Tensor | int | None, ...] = (None,) * 7
+    if lifting.dim() == 3:
+        added = lifting.new_empty(lifting.shape[1:]), factor.new_empty(s.rank1, fixed["SD1"])
+        lines = lifting, len(lifting), added[0], factor, len(factor), weight, added[1]
+        programs += sum(triton.cdiv(part.numel(), columns) for part in (*added, weight))
+        lifting, factor = added
     launch(
         kernel, programs,
-        first, len(first), second, len(second), mu1, len(mu1), out, **constants(s, kernel.arg_names), LINE=widths[0],
-        PARTS=parts, ROWS=rows, COLUMNS=columns, num_warps=4,
+        first, len(first), second, len(second), mu1, len(mu1), out, *lines, **fixed, LINE=widths[0], PARTS=parts,
+        ROWS=rows // 4, COLUMNS=columns, num_warps=2,
     )  # fmt: skip
-    return out
+    return out, lifting, factor
 
 
 def _finish(lifting: Tensor, factor: Tensor, sums: Tensor, terms: Tensor, named: Named, found: Named, s: Sizes) -> None:
@@ -258,11 +264,12 @@ def poly_block_backward_now(
         named = {name: weight.contiguous() for name, weight in zip(BLOCK_PARAMETERS, weights, strict=True)}
         u, mid, norms, stats1, n, d, stats2 = saved
         grad, x = aligned(grad), aligned(x)
-        grad, sums2, terms, join = _second_layer(grad, mid, n, d, stats2, keep2, named, found, ready, s, eps)
+        grad, sums2, terms, joins = _second_layer(grad, mid, n, d, stats2, keep2, named, found, ready, s, eps)
         grad, products, sums1 = _first_layer(grad, x, u, norms, stats1, keep1, found, ready, s, keep_border, eps)
-        sums = _summed(*sums1, sums2, s)
-        join()
-        _finish(*products, sums, terms, named, found, s)
+        sums, lifting, factor = _summed(*sums1, sums2, *products, found["mu1.C.weight"], s)
+        joins[0]()
+        _finish(lifting, factor, sums, terms, named, found, s)
+        joins[1]()
         return [grad, *found.values()]
 
 

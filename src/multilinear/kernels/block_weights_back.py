@@ -106,15 +106,17 @@ def through_norm(
         grad = load_tile(product_ptr, in_turns(r, PLACE, RUN), j, height, W + 1, W + 16)
         grad *= load_vector(scale_ptr, r, R)[:, None]
         grad = (grad - mean[None, :]) * alpha
+        end = 0.0
+        if RUN > 0:
+            line = tl.arange(0, LINES)
+            end = tl.sum(tl.load(ends_ptr + 2 * line + PLACE, mask=line < lines, other=0.0), 0)
         for start in range(0, W + 1, DEPTH):
             k = columns(start, DEPTH)
             if RUN == 0:
                 taken = load_tile(product_ptr + R * (W + 16), k, j, W + 1, W + 1, W + 16)
             else:
-                line = tl.arange(0, LINES)
-                end = tl.sum(tl.load(ends_ptr + 2 * line + PLACE, mask=line < lines, other=0.0), 0)
                 taken = load_taken(product_ptr, height + PLACE * W, end, k, j, W)
-            grad = tl.dot(load_tile(centred_ptr, r, k, R, W + 1, W + 1), taken, grad, input_precision="tf32x3")
+            grad = tl.dot(load_tile(centred_ptr, r, k, R, W + 1, W + 1), taken, grad, input_precision="tf32")
         store_both(weight_ptr, bias_ptr, r, j, grad, R, W)
     return task - programs
 
@@ -189,7 +191,7 @@ def factor_gradients(
         for start in range(0, C + 1, DEPTH):
             j = columns(start, DEPTH)
             left, right = load_both(merged_ptr, bias_ptr, r, j, R2, C), load_both(D_ptr, d_ptr, i, j, L2, C)
-            grad = tl.dot(left, tl.trans(right), grad, input_precision="tf32x3")
+            grad = tl.dot(left, tl.trans(right), grad, input_precision="tf32")
         store_tile(dB_ptr, r, i, grad, R2, L2, L2)
         if task % across == 0:
             store_vector(db_ptr, r, load_vector(bias_ptr, r, R2), R2)
@@ -202,16 +204,16 @@ def factor_gradients(
         for start in range(0, R2, DEPTH):
             r = columns(start, DEPTH)
             left, right = load_tile(B_ptr, r, tall, R2, L2, L2), load_both(merged_ptr, bias_ptr, r, j, R2, C)
-            grad = tl.dot(tl.trans(left), right, grad, input_precision="tf32x3")
+            grad = tl.dot(tl.trans(left), right, grad, input_precision="tf32")
         store_both(dD_ptr, dd_ptr, tall, j, grad, L2, C)
 
 
 @triton.jit
 def partial_sum(
-    task, from_ptr, count, to_ptr, WIDTH: tl.constexpr, STRIDE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    task, from_ptr, count, to_ptr, WIDTH: tl.constexpr, LENGTH: tl.constexpr, STRIDE: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of `count` rows every PARTS-th group summed up."""
+    """Of `count` rows, which are LENGTH apart, every PARTS-th group summed up."""
     across: tl.constexpr = -(-WIDTH // COLUMNS)
     programs: tl.constexpr = PARTS * across
     if (task >= 0) & (task < programs):
@@ -221,24 +223,32 @@ def partial_sum(
         for start in range(part * ROWS, count, PARTS * ROWS):
             r = columns(start, ROWS)
             inside = (r < count)[:, None] & (j < WIDTH)[None, :]
-            total += tl.load(from_ptr + r[:, None] * WIDTH + j[None, :], mask=inside, other=0.0)
+            total += tl.load(from_ptr + r[:, None] * LENGTH + j[None, :], mask=inside, other=0.0)
         store_vector(to_ptr + part * STRIDE, j, tl.sum(total, 0), WIDTH)
     return task - programs
 
 
 @triton.jit
 def partial_sums(
-    norm1_ptr, norm1_rows, norm2_ptr, norm2_rows, mu1_ptr, mu1_rows, to_ptr,
-    C: tl.constexpr, R1: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    norm1_ptr, norm1_rows, norm2_ptr, norm2_rows, mu1_ptr, mu1_rows, to_ptr, first_ptr, first_rows, lifting_ptr,
+    rest_ptr, rest_rows, weight_ptr, factor_ptr,
+    C: tl.constexpr, R1: tl.constexpr, US: tl.constexpr, SD1: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What programs of the way back have summed up, up to PARTS rows: three vectors of each place of the shared norm,
-    or in place of those of the first the last of them and two for u, and four of the first Mu-Layer."""
+    or in place of those of the first the last of them and two for u, and four of the first Mu-Layer. And products over
+    all tokens from the lines that add up to them, if there are any: that for u, then of the others the gradient of a
+    weight and one for a factor."""
     width: tl.constexpr = LINE + 3 * C + 4 * R1
     task = tl.program_id(0)
-    task = partial_sum(task, mu1_ptr, mu1_rows, to_ptr + LINE + 3 * C, 4 * R1, width, PARTS, ROWS, COLUMNS)
-    task = partial_sum(task, norm1_ptr, norm1_rows, to_ptr, LINE, width, PARTS, ROWS, COLUMNS)
-    partial_sum(task, norm2_ptr, norm2_rows, to_ptr + LINE, 3 * C, width, PARTS, ROWS, COLUMNS)
+    task = partial_sum(task, mu1_ptr, mu1_rows, to_ptr + LINE + 3 * C, 4 * R1, 4 * R1, width, PARTS, ROWS, COLUMNS)
+    task = partial_sum(task, norm1_ptr, norm1_rows, to_ptr, LINE, LINE, width, PARTS, ROWS, COLUMNS)
+    task = partial_sum(task, norm2_ptr, norm2_rows, to_ptr + LINE, 3 * C, 3 * C, width, PARTS, ROWS, COLUMNS)
+    if first_ptr is not None:
+        length: tl.constexpr = C * R1 + R1 * SD1
+        task = partial_sum(task, first_ptr, first_rows, lifting_ptr, US * C, US * C, 0, 1, ROWS, COLUMNS)
+        task = partial_sum(task, rest_ptr, rest_rows, weight_ptr, C * R1, length, 0, 1, ROWS, COLUMNS)
+        partial_sum(task, rest_ptr + C * R1, rest_rows, factor_ptr, R1 * SD1, length, 0, 1, ROWS, COLUMNS)
 
 
 @triton.jit

@@ -8,88 +8,8 @@ import triton
 from torch import Tensor
 
 from multilinear.kernels.block_sizes import Prepared, Roots, Sizes
-from multilinear.kernels.hopper_plans import (
-    BACK,
-    FIRST,
-    FIRST_BACK,
-    FORWARD,
-    LIFT,
-    LIFT_BACK,
-    MERGED,
-    NORM_BACK,
-    REGISTERS,
-    First,
-    OneProduct,
-    Plan,
-    Return,
-    Through,
-)
+from multilinear.kernels.hopper_plans import MERGED, PRODUCTS, REGISTERS, First, Plan, Return, Through
 from multilinear.kernels.launch import launch
-
-# Gluon is young and changes (see `hopper_names`); with these versions of Triton the kernels were tried on a GPU, with
-# the second one ahead of their last changes, which were only compiled with it.
-VERSIONS = ("3.6.", "3.9.")
-
-
-@lru_cache
-def plan_first(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> First | None:
-    """The plan for the first Mu-Layer, or None if the kernel does not take it."""
-    return FIRST.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
-
-
-@lru_cache
-def plan_first_back(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> First | None:
-    """The same for the way back down to u."""
-    return FIRST_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
-
-
-@lru_cache
-def plan_lift_back(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> Return | None:
-    """The same for the rest of the way back, through shift, lift and norm."""
-    return LIFT_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
-
-
-def _shifts(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> bool:
-    """Whether the kernels of the first Mu-Layer find a token's neighbours in such a grid."""
-    exact = min(height, width) > 2 and rows * max(height, width) < 2**32  # see `reciprocal`
-    return triton.__version__.startswith(VERSIONS) and keep_border and exact and s.rank1 == s.channels
-
-
-@lru_cache
-def plan_lift(s: Sizes) -> First | None:
-    """The same for the step ahead of its shift."""
-    known = triton.__version__.startswith(VERSIONS)
-    return LIFT.get((s.channels, s.low1)) if known and s.rank1 == s.channels else None
-
-
-@lru_cache
-def plan_for(s: Sizes, save: bool) -> Plan | None:
-    """The plan for a block of these sizes, or None if the kernels do not take it; `save` for training."""
-    plan = FORWARD.get((s.channels, s.low2)) if _known(s) else None
-    return plan._replace(staged=True) if plan is not None and save else plan
-
-
-@lru_cache
-def plan_merged(s: Sizes) -> OneProduct | None:
-    """The same with the matrices of the second branch as one, forward and back."""
-    return MERGED.get((s.channels, s.low2)) if _known(s) else None
-
-
-@lru_cache
-def plan_back(s: Sizes) -> Plan | None:
-    """The same for the way back."""
-    return BACK.get((s.channels, s.low2)) if _known(s) else None
-
-
-@lru_cache
-def plan_norm_back(s: Sizes) -> Through | None:
-    """The same for its last step, where the plan for the way back does not go on to it."""
-    return NORM_BACK.get((s.channels, s.low2)) if _known(s) else None
-
-
-def _known(s: Sizes) -> bool:
-    # what is kept, and how it goes round, was counted for the published hidden width
-    return triton.__version__.startswith(VERSIONS) and s.rank2 == 3 * s.channels
 
 
 def pieces(low: int, chunk: int) -> tuple[int, int]:
@@ -335,3 +255,33 @@ def lift_back(
         REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
     return out, du, sums
+
+
+@lru_cache
+def _share(blocks: int, programs: int, first: int, rest: int) -> int:
+    """How many programs take a job of that size, and the others the rest, so that all end at about the same time."""
+    return min(
+        range(1, programs), key=lambda k: max(-(-blocks // k) * first, -(-blocks // (programs - k)) * rest)
+    )  # fmt: skip
+
+
+def first_products(
+    du: Tensor, x: Tensor, grad: Tensor, h: Tensor, db: Tensor, d: Tensor, s: Sizes
+) -> tuple[Tensor, Tensor]:
+    """Lines that add up to `du' x`, and such that add up to `grad' h` and behind it `db' d`."""
+    from multilinear.kernels import hopper_products
+
+    rows, channels, lifted, low = len(du), s.channels, du.shape[1], d.shape[1]
+    tokens, stages = PRODUCTS[channels]
+    blocks, programs, groups = triton.cdiv(rows, tokens), _processors(x.device), channels // 64
+    split = _share(blocks, programs, lifted + channels, 3 * channels + low)
+    first = x.new_empty(split, lifted, channels, dtype=torch.float32)
+    rest = x.new_empty(programs - split, channels * (channels + low), dtype=torch.float32)
+    registers, limit = REGISTERS[groups]
+    launch(
+        hopper_products.first_products, programs,
+        *(_tiles(matrix.view(rows, -1), tokens, 64) for matrix in (du, x, grad, h, db, d)), first, rest, blocks,
+        split, C=channels, US=lifted, SD1=low, TOKENS=tokens, STAGES=stages, REGISTERS=registers, num_warps=4,
+        maxnreg=limit,
+    )  # fmt: skip
+    return first, rest

@@ -20,12 +20,13 @@ from multilinear.kernels.hopper_parts import (
     fetch,
     keep_vectors,
     kept,
+    nothing,
     row_zeros,
     rows_layout,
     times_columns,
     zeros,
 )
-from multilinear.kernels.hopper_unshift import load_all, nothing, put_down, stage
+from multilinear.kernels.hopper_unshift import load_all, put_down, stage
 
 
 @gluon.jit

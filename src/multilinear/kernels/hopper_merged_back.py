@@ -12,11 +12,13 @@ from multilinear.kernels.hopper_back_steps import shift_part
 from multilinear.kernels.hopper_names import load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
-    across,
     along,
     extras,
     fetch,
     halves,
+    keep_vectors,
+    kept,
+    nothing,
     operand,
     release,
     row_zeros,
@@ -60,25 +62,30 @@ def produce(
 
 
 @gluon.jit
-def open_chunk(
-    which: gl.constexpr, tiles_g, tiles_n, extra, weights, bars, item, item_c, C: gl.constexpr, SLOTS: gl.constexpr,
-    SLOTS_C: gl.constexpr,
-):  # fmt: skip
-    """A chunk of both branches, ahead of their scales, and the gradient of their product, on their way."""
-    tiles_b, tiles_e, tiles_c = weights
+def open_branches(which: gl.constexpr, tiles_n, extra, weights, full, item, C: gl.constexpr, SLOTS: gl.constexpr):
+    """A chunk of both branches, ahead of their scales, on its way."""
+    tiles_b, tiles_e, _ = weights
     P: gl.constexpr = C // 64
     slot, phase = slot_of(item, SLOTS, False)
-    mbarrier.wait(bars[0].index(slot), phase)
+    mbarrier.wait(full.index(slot), phase)
+    place = nothing(item) + which * P
     chunk = zeros(64)
     for k in gl.static_range(P):
-        chunk = times(tiles_n.index(which * P + k), tiles_b.index(slot * P + k), chunk, k == 0)
-    chunk = times(extra, tiles_e.index(slot), chunk, False)
-    slot_c, phase_c = slot_of(item_c, SLOTS_C, False)
-    mbarrier.wait(bars[2].index(slot_c), phase_c)
+        chunk = times(tiles_n.index(place + k), tiles_b.index(slot * P + k), chunk, k == 0)
+    return times(extra, tiles_e.index(slot), chunk, False)
+
+
+@gluon.jit
+def open_gradient(which: gl.constexpr, tiles_g, tiles_c, full_c, item, C: gl.constexpr, SLOTS: gl.constexpr):
+    """The same of the gradient of their product."""
+    P: gl.constexpr = C // 64
+    slot, phase = slot_of(item, SLOTS, False)
+    mbarrier.wait(full_c.index(slot), phase)
+    place = nothing(item) + which * P
     grad = zeros(32)
     for k in gl.static_range(P):
-        grad = times_columns(tiles_g.index(which * P + k), tiles_c.index(slot_c * P + k), grad, k == 0)
-    return chunk, grad
+        grad = times_columns(tiles_g.index(place + k), tiles_c.index(slot * P + k), grad, k == 0)
+    return grad
 
 
 @gluon.jit
@@ -123,10 +130,10 @@ def consume(
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
 ):  # fmt: skip
     grad_desc, n_desc, h_desc, pq_desc, dn_desc = descs
-    tiles_g, tiles_n, tiles_h, tiles_pq = buffers
-    empty, empty_c = bars[1], bars[3]
+    tiles_g, tiles_n, tiles_h, tiles_pq, linear = buffers
+    full, empty, full_c, empty_c = bars[0], bars[1], bars[2], bars[3]
     bar_g, bar_n = bars[4].index(which), bars[5].index(which)
-    stats_ptr, ends_ptr, linear_ptr = pointers
+    stats_ptr, ends_ptr = pointers
     P: gl.constexpr = C // 64
     kind: gl.constexpr = n_desc.dtype
     item = 0
@@ -145,8 +152,9 @@ def consume(
         extra = (extras(scale_a, 0, 16, kind) + extras(scale_b, 5, 16, kind)).to(kind)
         extra = gl.convert_layout(extra, operand())
         mbarrier.wait(bar_n, turn & 1)
+        chunk = open_branches(which, tiles_n, extra, weights, full, item, C, SLOTS)
         mbarrier.wait(bar_g, turn & 1)
-        chunk, grad = open_chunk(which, tiles_g, tiles_n, extra, weights, bars, item, item_c, C, SLOTS, SLOTS_C)
+        grad = open_gradient(which, tiles_g, weights[2], full_c, item_c, C, SLOTS_C)
         chunk, grad = warpgroup_mma_wait(0, deps=[chunk, grad])
         release(empty_c, item_c % SLOTS_C, False)
         pq, total = close_chunk(chunk, grad, scale, h_tile, pq_tile, h_desc, pq_desc, row, 0, kind)
@@ -155,9 +163,8 @@ def consume(
             dns = dns + (zeros(64),)
         shift = zeros(16)
         for i in range(1, R2 // 32):
-            chunk, grad = open_chunk(
-                which, tiles_g, tiles_n, extra, weights, bars, item + 1, item_c + 1, C, SLOTS, SLOTS_C
-            )
+            chunk = open_branches(which, tiles_n, extra, weights, full, item + 1, C, SLOTS)
+            grad = open_gradient(which, tiles_g, weights[2], full_c, item_c + 1, C, SLOTS_C)
             dns, shift = add_gradients(dns, shift, pq, weights, item % SLOTS, P)
             chunk, grad = warpgroup_mma_wait(P + 1, deps=[chunk, grad])
             item_c += 1
@@ -191,25 +198,29 @@ def consume(
         end_b += k_b
         for c in gl.static_range(2 * P):
             slot, phase = slot_of(item, SLOTS, False)
-            mbarrier.wait(bars[0].index(slot), phase)
+            mbarrier.wait(full.index(slot), phase)
+            place = nothing(item) + which * P
             if c % 2 == 0:
-                left = tiles_g.index(which * P + c // 2)
+                left = tiles_g.index(place + c // 2)
             else:
-                left = tiles_n.index(which * P + c // 2)
+                left = tiles_n.index(place + c // 2)
             new = ()
             for k in gl.static_range(P):
                 new = new + (times_columns(left, weights[0].index(slot * P + k), dns[k], False),)
-            dns = warpgroup_mma_wait(0, deps=new)
-            release(empty, slot, False)
+            # of a chunk before only, while those of this one are on their way
+            dns = warpgroup_mma_wait(P if c < 2 * P - 1 else 0, deps=new)
+            if c > 0:
+                release(empty, (item + SLOTS - 1) % SLOTS, False)
             item += 1
+        release(empty, (item + SLOTS - 1) % SLOTS, False)
         tma.store_wait(0)
         meet()  # nothing reads both any more
         ahead = group + gl.num_programs(0)
         if ahead < groups:
             fetch(n_desc, (ahead * GROUPS + which) * 64, bar_n, tiles_n, which * P, C)
         for k in gl.static_range(P):
-            linear_a, linear_b = across(linear_ptr, 128 * k, 64, 2 * C), across(linear_ptr, 128 * k + 64, 64, 2 * C)
-            dn = dns[k] + 0.5 * (k_a[:, None] * linear_a + k_b[:, None] * linear_b)
+            half = k_a[:, None] * kept(linear, 2 * k, 64) + k_b[:, None] * kept(linear, 2 * k + 1, 64)
+            dn = dns[k] + 0.5 * half
             tiles_g.index(which * P + k).store(dn.to(kind))
         fence_async_shared()
         meet()
@@ -257,12 +268,14 @@ def mu2_merged_back(
         mbarrier.init(full_g.index(i), count=1)
         mbarrier.init(full_n.index(i), count=1)
     fence_async_shared()
+    linear = keep_vectors(linear_ptr, 2 * C, 64, 2 * P)
+    meet()
     descs = (grad_desc, n_desc, h_desc, pq_desc, dn_desc)
     sources = (both_desc, extra_desc, c_desc, form_desc)
-    buffers = (tiles_g, tiles_n, tiles_h, tiles_pq)
+    buffers = (tiles_g, tiles_n, tiles_h, tiles_pq, linear)
     weights = (tiles_b, tiles_e, tiles_c)
     bars = (full, empty, full_c, empty_c, full_g, full_n)
-    pointers = (stats_ptr, ends_ptr, linear_ptr)
+    pointers = (stats_ptr, ends_ptr)
     gl.warp_specialize([
         (consume, (0, descs, buffers, weights, bars, pointers, groups, rows, C, R2, GROUPS, SLOTS, SLOTS_C)),
         (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, C, R2, GROUPS, SLOTS, SLOTS_C)),

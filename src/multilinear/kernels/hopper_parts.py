@@ -51,6 +51,13 @@ def row_zeros():
 
 
 @gluon.jit
+def nothing(number):
+    """0, which the compiler cannot know, from a number that is not negative and changes: else it would compute all
+    places that depend on nothing else once, and keep them, too many for the registers."""
+    return number >> 31
+
+
+@gluon.jit
 def across(ptr, first, WIDTH: gl.constexpr, LIMIT: gl.constexpr):
     """Entries of a vector from `first` on, one for each column; zero from LIMIT on."""
     j = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, accumulator(WIDTH)))

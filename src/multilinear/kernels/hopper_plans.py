@@ -1,6 +1,16 @@
-"""How a processor of the Hopper kind shares out each kernel, by the sizes of a block: measured on an H200."""
+"""How a processor of the Hopper kind shares out each kernel, by the sizes of a block: measured on an H200. And which
+blocks the kernels take."""
 
+from functools import lru_cache
 from typing import NamedTuple
+
+import triton
+
+from multilinear.kernels.block_sizes import Sizes
+
+# Gluon is young and changes (see `hopper_names`); with these versions of Triton the kernels were tried on a GPU, with
+# the second one ahead of their last changes, which were only compiled with it.
+VERSIONS = ("3.6.", "3.9.")
 
 # Registers of a thread that multiplies, and of any at launch, for so many groups of warps.
 REGISTERS = {1: (232, 128), 2: (240, 168), 3: (160, 128)}
@@ -121,3 +131,69 @@ LIFT_BACK = {
     (192, 24): Return(2, 1, 2),
     (192, 48): Return(2, 1, 2),
 }
+
+
+# By channels, for the products over all tokens that end the first Mu-Layer's way back: how many come at a time, and how
+# many times as many are kept.
+PRODUCTS = {64: (64, 7), 128: (64, 4), 192: (32, 5)}
+
+
+@lru_cache
+def plan_first(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> First | None:
+    """The plan for the first Mu-Layer, or None if the kernel does not take it."""
+    return FIRST.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
+
+
+@lru_cache
+def plan_first_back(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> First | None:
+    """The same for the way back down to u."""
+    return FIRST_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
+
+
+@lru_cache
+def plan_lift_back(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> Return | None:
+    """The same for the rest of the way back, through shift, lift and norm."""
+    return LIFT_BACK.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
+
+
+def _shifts(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> bool:
+    """Whether the kernels of the first Mu-Layer find a token's neighbours in such a grid."""
+    exact = min(height, width) > 2 and rows * max(height, width) < 2**32  # see `reciprocal`
+    return triton.__version__.startswith(VERSIONS) and keep_border and exact and s.rank1 == s.channels
+
+
+@lru_cache
+def plan_lift(s: Sizes) -> First | None:
+    """The same for the step ahead of its shift."""
+    known = triton.__version__.startswith(VERSIONS)
+    return LIFT.get((s.channels, s.low1)) if known and s.rank1 == s.channels else None
+
+
+@lru_cache
+def plan_for(s: Sizes, save: bool) -> Plan | None:
+    """The plan for a block of these sizes, or None if the kernels do not take it; `save` for training."""
+    plan = FORWARD.get((s.channels, s.low2)) if _known(s) else None
+    return plan._replace(staged=True) if plan is not None and save else plan
+
+
+@lru_cache
+def plan_merged(s: Sizes) -> OneProduct | None:
+    """The same with the matrices of the second branch as one, forward and back."""
+    return MERGED.get((s.channels, s.low2)) if _known(s) else None
+
+
+@lru_cache
+def plan_back(s: Sizes) -> Plan | None:
+    """The same for the way back."""
+    return BACK.get((s.channels, s.low2)) if _known(s) else None
+
+
+@lru_cache
+def plan_norm_back(s: Sizes) -> Through | None:
+    """The same for its last step, where the plan for the way back does not go on to it."""
+    return NORM_BACK.get((s.channels, s.low2)) if _known(s) else None
+
+
+def _known(s: Sizes) -> bool:
+    # what is kept, and how it goes round, was counted for the published hidden width
+    return triton.__version__.startswith(VERSIONS) and s.rank2 == 3 * s.channels

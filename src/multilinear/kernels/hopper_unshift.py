@@ -8,6 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from multilinear.kernels.hopper_names import reinterpret
+from multilinear.kernels.hopper_parts import nothing
 
 
 @gluon.constexpr_function
@@ -26,13 +27,6 @@ def shared_out(pairs, together):
 def as_pairs(width):
     """A tile of that width as one of pairs."""
     return gl.NVMMASharedLayout(swizzle_byte_width=2 * width, element_bitwidth=32, rank=2)
-
-
-@gluon.jit
-def nothing(row):
-    """0, which the compiler cannot know: else it keeps all places from one tile to the next, too many for the
-    registers."""
-    return row >> 31
 
 
 @gluon.jit

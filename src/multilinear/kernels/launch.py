@@ -2,7 +2,7 @@
 
 import contextvars
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
@@ -51,3 +51,21 @@ def together() -> Iterator[None]:
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """For what runs beside the rest."""
     return torch.cuda.Stream(device)
+
+
+def beside(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Start products that end in gradients of parameters beside what follows; the result waits for them."""
+    if device.type != "cuda":
+        return work
+    main, side = torch.cuda.current_stream(device), side_stream(device)
+    side.wait_stream(main)
+    with torch.cuda.stream(side):
+        work()
+        done = side.record_event()
+    held = [work]  # with all that it reads, whose memory would else be used again too early
+
+    def join() -> None:
+        main.wait_event(done)
+        held.clear()
+
+    return join
