@@ -215,7 +215,10 @@ def clock_and_power(call: Call, device: torch.device, milliseconds: float) -> Ro
     names = ("clock_mhz", "most_mhz", "watt", "most_watt")
     which = f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}"
     query = "--query-gpu=clocks.sm,clocks.max.sm,power.draw,power.limit"
-    for _ in range(math.ceil(1200 / milliseconds)):
+    for _ in range(math.ceil(1000 / milliseconds)):
+        call()
+    wait(device)  # passes are only asked for until then; the tool's power is a mean over a second
+    for _ in range(math.ceil(500 / milliseconds)):
         call()
     answer = subprocess.run([tool, which, query, "--format=csv,noheader,nounits"], capture_output=True, text=True)
     wait(device)

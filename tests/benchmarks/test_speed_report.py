@@ -164,11 +164,12 @@ def test_clock_and_power_are_those_while_passes_run(monkeypatch, said, found):
     monkeypatch.setattr(speed_runtimes.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(speed_runtimes.subprocess, "run", answer)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
-    monkeypatch.setattr(speed_runtimes, "wait", lambda device: None)
+    waits = []
+    monkeypatch.setattr(speed_runtimes, "wait", lambda device: waits.append(len(passes)))
     row = speed_runtimes.clock_and_power(lambda: passes.append(1), torch.device("cuda"), 50.0)
     assert row == found
     ((command, before),) = asked
-    assert before == 24 and "--id=GPU-1-2" in command
+    assert waits == [20, 30] and before == 30 and "--id=GPU-1-2" in command
     line = speed_report.describe(throughput("monet_ms_t", "training", 700.0) | row)
     assert ("1665 of 1980 MHz at 685 of 700 W" in line) == bool(found)
 
