@@ -95,8 +95,7 @@ def interpret_training():
             with torch.no_grad():
                 assert factors or torch.equal(block._fused(x, torch.float32), found[0])
         assert error(found[0], expected[0]) < 1e-5
-        for name, e in expected[1].items():
-            assert error(found[1][name], e) < 1e-4, name
+        close_gradients(block, found[1], expected[1], 1e-5)  # as the sum for alpha may cancel
 
 
 def interpret_memory():

@@ -187,8 +187,8 @@ def _first_layer(
         )  # fmt: skip
     last = hopper_plans.plan_lift_back(s, rows, height, width, keep_border) if x.is_cuda else None
     if last is not None:
-        n = x.view(rows, channels)  # norm(x) is made up for later
         out, du, norm_sums = hopper.lift_back(E, x, grad, keep, norms, ready, s, last)
+        products = hopper.first_products(du, x, grad, h, db, d, s)  # norm(x) is made up for later
     else:
         tile = tiles(s)["lift_back"]
         programs = triton.cdiv(rows, tile.tokens)
@@ -202,9 +202,6 @@ def _first_layer(
             KEEP=keep_border, DROP=keep is not None, **steps(tile, channels), J=chunk_of_many(s, tile.chunk),
             STAGES=tile.stages,
         )  # fmt: skip
-    if last is not None:
-        products = hopper.first_products(du, n, grad, h, db, d, s)
-    else:
         products = _product(du, n), _product(db, d)
         _product(grad.view(rows, channels), h, found["mu1.C.weight"])
     return out, products, (norm_sums, sums)
@@ -232,7 +229,7 @@ def _summed(
     launch(
         kernel, programs,
         first, len(first), second, len(second), mu1, len(mu1), out, *lines, **fixed, LINE=widths[0], PARTS=parts,
-        ROWS=rows // 4, COLUMNS=columns, num_warps=2,
+        ROWS=32, COLUMNS=columns, num_warps=2,
     )  # fmt: skip
     return out, lifting, factor
 
