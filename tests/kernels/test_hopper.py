@@ -21,7 +21,7 @@ def tried_version(monkeypatch):
     """As with a version of Triton that was tried; plans are remembered, so forget them."""
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     plans = [value for name, value in vars(hopper_plans).items() if name.startswith("plan_")]
-    assert len(plans) == 8
+    assert len(plans) == 9
     for plan in plans:
         plan.cache_clear()
     yield
@@ -160,6 +160,36 @@ def test_the_first_layer_needs_a_border_that_stays_and_a_grid_that_divides_exact
     assert plan(sizes, 2**24, 2**12, 2**12, keep_border=True) is None
     assert plan(Sizes(64, 32, 8, 192, 24), 784, 28, 28, keep_border=True) is None
     assert hopper_plans.plan_lift(Sizes(64, 32, 8, 192, 24)) is None
+
+
+@pytest.mark.parametrize(("channels", "low"), hopper_plans.IMAGES)
+def test_images_that_are_one_tile_have_plans_for_all_of_the_first_layer(channels, low):
+    sizes = block(channels, channels // low)
+    slots = hopper_plans.plan_image(sizes, 8, 8, keep_border=True)
+    assert hopper_plans.plan_first_back(sizes, 64, 8, 8, keep_border=True).tiles == 1
+    assert hopper_plans.plan_lift_back(sizes, 64, 8, 8, keep_border=True) is not None
+    assert hopper_plans.plan_lift(sizes) is not None  # whose memory for two numbers a token they use
+    assert low % 16 == 0 and low <= 64
+    # two places for 128 tokens, and one for the low rank; weights in turns and B; vectors
+    numbers = 128 * (2 * channels + 64) + (slots * 64 + low) * channels
+    assert 2 * numbers + 4 * (9 * channels + 64) + 4096 < 227 * 1024
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "keep_border"), [(8, 7, True), (4, 16, True), (16, 16, True), (8, 8, False)]
+)
+def test_other_grids_are_no_single_tile(height, width, keep_border):
+    assert hopper_plans.plan_image(block(192, 4), height, width, keep_border) is None
+    assert hopper_plans.plan_image(block(192, 8), 8, 8, keep_border=True) is None
+
+
+@given(st.integers(1, 64))
+def test_vectors_come_in_runs_that_cover_all_pieces(pieces):
+    parts = pytest.importorskip("multilinear.kernels.hopper_parts")
+    count = parts.runs(pieces)
+    runs = [(parts.run_start(pieces, i), parts.run(pieces, i)) for i in range(count)]
+    assert [piece for start, length in runs for piece in range(start, start + length)] == list(range(pieces))
+    assert all(length & (length - 1) == 0 for _, length in runs)
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.7.0", "4.0.0"])

@@ -145,7 +145,11 @@ def _first_layer(
 ) -> None:  # fmt: skip
     """u, and the value between the Mu-Layers from it."""
     height, width = x.shape[-3:-1]
-    rows = len(u)
+    rows = x.numel() // s.channels
+    whole = hopper_plans.plan_image(s, height, width, keep_border) if x.is_cuda else None
+    if whole is not None:
+        hopper.first_layer(x, u, mid, norms, stats, keep, ready, s, whole, offsets(s), eps, save)
+        return
     ahead = hopper_plans.plan_lift(s) if x.is_cuda else None
     if ahead is not None:
         hopper.lift(x, u, norms, ready, s, ahead, offsets(s).bias, eps, save)

@@ -172,9 +172,10 @@ def _first_layer(
     kernel = block_backward.mu1_back
     fixed = constants(s, kernel.arg_names)
     E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, wide) for wide in (rank, rank, fixed["SD1"]))
+    image = x.is_cuda and hopper_plans.plan_image(s, height, width, keep_border) is not None
     plan = hopper_plans.plan_first_back(s, rows, height, width, keep_border) if x.is_cuda else None
     if plan is not None:
-        sums = hopper.mu1_back(grad, u, stats, keep, E, h, db, d, ready, s, plan, offsets(s).mu1)
+        sums = hopper.mu1_back(grad, u, norms, stats, keep, E, h, db, d, ready, s, plan, offsets(s).mu1, image)
     else:
         tile = tiles(s)["mu1_back"]
         programs = triton.cdiv(rows, tile.tokens)
@@ -187,7 +188,10 @@ def _first_layer(
         )  # fmt: skip
     last = hopper_plans.plan_lift_back(s, rows, height, width, keep_border) if x.is_cuda else None
     if last is not None:
-        out, du, norm_sums = hopper.lift_back(E, x, grad, keep, norms, ready, s, last)
+        if image:
+            du, (out, norm_sums) = E, hopper.image_back(E, x, grad, keep, norms, ready, s)
+        else:
+            out, du, norm_sums = hopper.lift_back(E, x, grad, keep, norms, ready, s, last)
         products = hopper.first_products(du, x, grad, h, db, d, s)  # norm(x) is made up for later
     else:
         tile = tiles(s)["lift_back"]

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels.block_sizes import Prepared, Roots, Sizes
+from multilinear.kernels.block_sizes import Offsets, Prepared, Roots, Sizes
 from multilinear.kernels.hopper_plans import MERGED, PRODUCTS, REGISTERS, First, Plan, Return, Through
 from multilinear.kernels.launch import launch
 
@@ -86,11 +86,31 @@ def mu1(
     )  # fmt: skip
 
 
+def first_layer(
+    x: Tensor, u: Tensor, out: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
+    slots: int, place: Offsets, eps: float, save: bool,
+) -> None:  # fmt: skip
+    """What `lift` and `mu1` do, for images that are one tile; with `save` u is left shifted."""
+    from multilinear.kernels import hopper_image
+
+    rows = x.numel() // s.channels
+    groups = triton.cdiv(rows, 128)
+    limit = REGISTERS[2][1]
+    launch(
+        hopper_image.first_layer, min(groups, _processors(x.device)),
+        *(_tiles(part.view(rows, -1), 128, 64) for part in (x, out, u if save else x)), _tiles(ready.lifting, 64, 64),
+        _tiles(ready.C1, 64, 64), _tiles(ready.B1, 64, 16), norms, stats, keep, ready.vectors, groups, rows, eps,
+        C=s.channels, L1=s.low1, BIAS=place.bias, MU1=place.mu1, SLOTS=slots, TRAIN=save, DROP=keep is not None,
+        num_warps=8, maxnreg=limit,
+    )  # fmt: skip
+
+
 def mu1_back(
-    grad: Tensor, u: Tensor, stats: Tensor, keep: Tensor | None, E: Tensor, h: Tensor, db: Tensor, d: Tensor,
-    ready: Prepared, s: Sizes, plan: First, start: int,
+    grad: Tensor, u: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, E: Tensor, h: Tensor, db: Tensor,
+    d: Tensor, ready: Prepared, s: Sizes, plan: First, start: int, image: bool,
 ) -> Tensor:  # fmt: skip
-    """What `block_backward.mu1_back` does: parts of the sums for the gradients of the norms' parameters."""
+    """What `block_backward.mu1_back` does: parts of the sums for the gradients of the norms' parameters. For an `image`
+    that is a tile u is as `first_layer` leaves it, and E what `lift_back` would make of it."""
     from multilinear.kernels import hopper_mu1_back
 
     height, width = grad.shape[-3:-1]
@@ -101,10 +121,11 @@ def mu1_back(
     launch(
         hopper_mu1_back.mu1_back, programs,
         _tiles(grad.view(rows, -1), 64, 64), _tiles(h, 64, j), _tiles(E, 64, j), _tiles(db, 64, j), _tiles(E, 64, 16),
-        _tiles(d, 64, 16), _tiles(ready.B1, j, 16), _tiles(ready.C1, 64, j), u, stats, keep, ready.vectors, sums,
-        groups, rows, height * width, height, width, reciprocal(height), reciprocal(width), C=s.channels, L1=s.low1,
-        LOWS=triton.cdiv(s.low1, 16), STRIDE=u.stride(0), MU1=start, J=j, GROUPS=plan.groups, TILES=plan.tiles,
-        DROP=keep is not None, REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
+        _tiles(d, 64, 16), _tiles(ready.B1, j, 16), _tiles(ready.C1, 64, j), _tiles(u, 64, j), _tiles(u, 64, 16), u,
+        norms, stats, keep, ready.vectors, sums, groups, rows, height * width, height, width, reciprocal(height),
+        reciprocal(width), C=s.channels, L1=s.low1, LOWS=triton.cdiv(s.low1, 16), STRIDE=u.stride(0), MU1=start, J=j,
+        GROUPS=plan.groups, TILES=plan.tiles,
+        DROP=keep is not None, IMAGE=image, REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
     return sums
 
@@ -255,6 +276,25 @@ def lift_back(
         REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
     return out, du, sums
+
+
+def image_back(
+    du: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, norms: Tensor, ready: Prepared, s: Sizes
+) -> tuple[Tensor, Tensor]:
+    """What is left of `lift_back` for images that are a tile, whose du is there: the gradient of x, and the sums."""
+    from multilinear.kernels import hopper_image_back
+
+    rows = len(du)
+    programs = min(triton.cdiv(rows, 64 * 2), _processors(x.device))
+    out = torch.empty_like(x)
+    sums = x.new_empty(programs * 2, s.channels + 2 * du.stride(0), dtype=torch.float32)
+    launch(
+        hopper_image_back.image_back, programs,
+        *(_tiles(part.view(rows, -1), 64, 64) for part in (x, grad, out, du)), _tiles(ready.lifting, 64, 64),
+        _tiles(ready.lifting, 16, 64), keep, norms, ready.vectors, sums, rows, C=s.channels, L1=s.low1,
+        STRIDE=du.stride(0), GROUPS=2, DROP=keep is not None, REGISTERS=240, num_warps=4, maxnreg=240,
+    )  # fmt: skip
+    return out, sums
 
 
 @lru_cache

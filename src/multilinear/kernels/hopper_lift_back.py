@@ -122,6 +122,35 @@ def to_input(
 
 
 @gluon.jit
+def store_sums(
+    sums_ptr, which: gl.constexpr, sums, C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr, GROUPS: gl.constexpr
+):  # fmt: skip
+    """A line of this group with all that it has summed up."""
+    P: gl.constexpr = C // 64
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
+    channel = gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(16)))
+    line = sums_ptr + (gl.program_id(0) * GROUPS + which) * (C + 2 * STRIDE) + channel
+    for k in gl.static_range(P + 1):
+        inside = 64 * k + channel < C + L1
+        if k < P:
+            gl.store(line + 64 * k, gl.sum(gl.where((j == 2) | (j == 3), sums[k], 0.0), 1))
+        gl.store(line + C + 64 * k, gl.sum(gl.where((j >= 4) & (j <= 6), sums[k], 0.0), 1), mask=inside)
+        gl.store(line + C + STRIDE + 64 * k, gl.sum(gl.where((j == 7) | (j == 8), sums[k], 0.0), 1), mask=inside)
+
+
+@gluon.jit
+def load_weights(w_desc, w_low_desc, bar, weights, weights_low, C: gl.constexpr, LOWS: gl.constexpr):
+    """Start copying them, for good."""
+    P: gl.constexpr = C // 64
+    mbarrier.expect(bar, (C + 16 * LOWS) * C * 2)
+    for c in gl.static_range(P):
+        for k in gl.static_range(P):
+            load_tile(w_desc, [64 * k, 64 * c], bar, weights.index(k * P + c))
+        for k in gl.static_range(LOWS):  # rows past the last are zeros
+            load_tile(w_low_desc, [C + 16 * k, 64 * c], bar, weights_low.index(k * P + c))
+
+
+@gluon.jit
 def consume(
     which: gl.constexpr, descs, buffers, bars, pointers, rows, grid,
     C: gl.constexpr, L1: gl.constexpr, STRIDE: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr,
@@ -205,15 +234,7 @@ def consume(
         du = load_all(E_ptr, norms_ptr, ahead, rows, grid, C, L1, STRIDE, kind)
         turn += 1
         row = ahead
-    j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
-    channel = gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(16)))
-    line = sums_ptr + (gl.program_id(0) * GROUPS + which) * (C + 2 * STRIDE) + channel
-    for k in gl.static_range(P + 1):
-        inside = 64 * k + channel < C + L1
-        if k < P:
-            gl.store(line + 64 * k, gl.sum(gl.where((j == 2) | (j == 3), sums[k], 0.0), 1))
-        gl.store(line + C + 64 * k, gl.sum(gl.where((j >= 4) & (j <= 6), sums[k], 0.0), 1), mask=inside)
-        gl.store(line + C + STRIDE + 64 * k, gl.sum(gl.where((j == 7) | (j == 8), sums[k], 0.0), 1), mask=inside)
+    store_sums(sums_ptr, which, sums, C, L1, STRIDE, GROUPS)
     mbarrier.wait(full_x.index(which * TILES + turn % TILES), (turn // TILES) & 1)
     if TILES == 2:
         mbarrier.wait(full_g.index(which * 2 + turn % 2), (turn // 2) & 1)
@@ -259,12 +280,7 @@ def lift_back(
     vectors = keep_vectors(vectors_ptr, C, 64, P)
     fence_async_shared()
     meet()
-    mbarrier.expect(full_w, (C + 16 * LOWS) * C * 2)
-    for c in gl.static_range(P):
-        for k in gl.static_range(P):
-            load_tile(w_desc, [64 * k, 64 * c], full_w, weights.index(k * P + c))
-        for k in gl.static_range(LOWS):  # rows past the last are zeros
-            load_tile(w_low_desc, [C + 16 * k, 64 * c], full_w, weights_low.index(k * P + c))
+    load_weights(w_desc, w_low_desc, full_w, weights, weights_low, C, LOWS)
     descs = (x_desc, grad_desc, out_desc, du_desc)
     buffers = (tiles_x, tiles_g, spare, weights, weights_low, selects, norms, vectors)
     bars = (full_w, full_x, full_g)

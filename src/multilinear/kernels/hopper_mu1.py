@@ -106,6 +106,66 @@ def second(ds, weights, bias, k, LOWS: gl.constexpr):
 
 
 @gluon.jit
+def branch_norms(tiles_a, place, ds, weights_b, vectors, eps, C: gl.constexpr, LOWS: gl.constexpr):
+    """The mean of the first branch, and what makes the variance of each 1; the mean of the second is zero."""
+    mean, scale_a = row_norm(tiles_a, place, eps, C)
+    total = row_zeros()
+    for k in range(C // 64):
+        q = second(ds, weights_b, vectors, k, LOWS)
+        total += gl.sum(q * q, 1)
+    return mean, scale_a, gl.rsqrt(total / C + eps)
+
+
+@gluon.jit
+def store_stats(stats_ptr, index, live, norms):
+    for i in gl.static_range(3):
+        gl.store(stats_ptr + index * 3 + i, norms[i], mask=live)
+
+
+@gluon.jit
+def load_stats(stats_ptr, keep_ptr, row, rows, tokens, DROP: gl.constexpr):
+    """The mean of the first branch, both scales, and what became of the layer; zeros past the last row."""
+    index = row + gl.arange(0, 64, layout=rows_layout())
+    live = index < rows
+    mean = gl.load(stats_ptr + index * 3, mask=live, other=0.0)
+    scale_a = gl.load(stats_ptr + index * 3 + 1, mask=live, other=0.0)
+    scale_b = gl.load(stats_ptr + index * 3 + 2, mask=live, other=0.0)
+    keep = row_zeros() + 1.0
+    if DROP:
+        keep = gl.load(keep_ptr + index // tokens, mask=live, other=0.0)
+    return mean, scale_a, scale_b, keep
+
+
+@gluon.jit
+def hidden(
+    tiles_a, place, q, vectors, mean, scale_a, scale_b, i, C: gl.constexpr, kind: gl.constexpr,
+    ROWS: gl.constexpr = 64,
+):  # fmt: skip
+    """64 columns of the product of both normed branches, of the second one from ahead of its norm."""
+    P: gl.constexpr = C // 64
+    q = q * scale_b[:, None]
+    q = q * kept(vectors, 3 * P + i, 64, ROWS) + kept(vectors, 4 * P + i, 64, ROWS)
+    a = tiles_a.index(place + i).load(accumulator(64, ROWS)).to(gl.float32)
+    a = (a - mean[:, None]) * scale_a[:, None]
+    a = a * kept(vectors, P + i, 64, ROWS) + kept(vectors, 2 * P + i, 64, ROWS)
+    return gl.convert_layout((a * q).to(kind), operand(ROWS))
+
+
+@gluon.jit
+def put_output(
+    out_desc, tiles, place, row, ys, bias, first: gl.constexpr, keep, C: gl.constexpr, ROWS: gl.constexpr = 64
+):  # fmt: skip
+    """Add the layer's output to x where it is, with a bias from piece `first` on, and start writing it."""
+    for k in gl.static_range(C // 64):
+        tile = tiles.index(place + k)
+        y = (ys[k] + kept(bias, first + k, 64, ROWS)) * keep[:, None]
+        tile.store((tile.load(accumulator(64, ROWS)).to(gl.float32) + y).to(tile.dtype))
+    fence_async_shared()
+    for k in gl.static_range(C // 64):
+        store_tile(out_desc, [row, 64 * k], tiles.index(place + k))
+
+
+@gluon.jit
 def consume(
     which: gl.constexpr, x_desc, out_desc, buffers, bars, pointers, groups, rows, tokens, grid, eps,
     C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr,
@@ -142,29 +202,17 @@ def consume(
         elif TILES == 1:  # x is not needed before the end
             tma.store_wait(0)
             fetch(x_desc, row, full_x.index(mine), tiles_x, place, C)
-        mean, scale_a = row_norm(tiles_a, place, eps, C)  # the first branch's norm
-        # the second's, whose mean is zero
-        total = row_zeros()
-        for k in range(P):
-            q = second(ds, weights_b, vectors, k, LOWS)
-            total += gl.sum(q * q, 1)
-        scale_b = gl.rsqrt(total / C + eps)
+        norms = branch_norms(tiles_a, place, ds, weights_b, vectors, eps, C, LOWS)
         index = row + gl.arange(0, 64, layout=rows_layout())
         live = index < rows
         if TRAIN:
-            gl.store(stats_ptr + index * 3, mean, mask=live)
-            gl.store(stats_ptr + index * 3 + 1, scale_a, mask=live)
-            gl.store(stats_ptr + index * 3 + 2, scale_b, mask=live)
+            store_stats(stats_ptr, index, live, norms)
         ys = ()
         for k in gl.static_range(P):
             ys = ys + (zeros(64),)
         for i in range(P):
-            q = second(ds, weights_b, vectors, i, LOWS) * scale_b[:, None]
-            q = q * kept(vectors, 3 * P + i, 64) + kept(vectors, 4 * P + i, 64)
-            a = tiles_a.index(place + i).load(accumulator(64)).to(gl.float32)
-            a = (a - mean[:, None]) * scale_a[:, None]
-            a = a * kept(vectors, P + i, 64) + kept(vectors, 2 * P + i, 64)
-            h = gl.convert_layout((a * q).to(kind), operand())
+            q = second(ds, weights_b, vectors, i, LOWS)
+            h = hidden(tiles_a, place, q, vectors, norms[0], norms[1], norms[2], i, C, kind)
             new = ()
             for k in gl.static_range(P):
                 new = new + (times(h, weights_c.index(i * P + k), ys[k], False),)
@@ -184,13 +232,7 @@ def consume(
             fetch_low(u_ptr, ahead, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE, 64)
         mbarrier.wait(full_x.index(mine), (turn // KEPT) & 1)
-        for k in gl.static_range(P):
-            tile = tiles_x.index(place + k)
-            y = (ys[k] + kept(bias, k, 64)) * keep[:, None]
-            tile.store((tile.load(accumulator(64)).to(gl.float32) + y).to(kind))
-        fence_async_shared()
-        for k in gl.static_range(P):
-            store_tile(out_desc, [row, 64 * k], tiles_x.index(place + k))
+        put_output(out_desc, tiles_x, place, row, ys, bias, 0, keep, C)
         if TILES == 0:
             tma.store_wait(0)
             meet()

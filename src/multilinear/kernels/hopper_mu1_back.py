@@ -17,72 +17,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from multilinear.kernels.hopper_mu1 import fetch_low, fetch_shifted, load_pieces
-from multilinear.kernels.hopper_names import load_tile, meet, store_tile
+from multilinear.kernels.hopper_mu1 import fetch_low, fetch_shifted, load_pieces, load_stats
+from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
 from multilinear.kernels.hopper_norm_back import settle
 from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
-    fetch,
+    column_sums,
     keep_vectors,
     kept,
-    row_zeros,
-    rows_layout,
     sum_rows,
+    summing,
+    thread_sums,
     times,
     times_columns,
     zeros,
 )
-
-
-@gluon.constexpr_function
-def summing(width):
-    """How a warp holds eight rows to add them up: all in one thread, which has one column, or two of 64."""
-    if width == 64:
-        return gl.DistributedLinearLayout(
-            [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1]],
-            [[0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
-            [[1, 0, 0], [2, 0, 0]], [], [4, 8, 64],
-        )  # fmt: skip
-    else:
-        return gl.DistributedLinearLayout(
-            [[0, 1, 0], [0, 2, 0], [0, 4, 0]],
-            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
-            [[1, 0, 0], [2, 0, 0]], [], [4, 8, 32],
-        )  # fmt: skip
-
-
-@gluon.jit
-def column_sums(x, y, J: gl.constexpr):
-    """Sums over the rows of each warp. To exchange ahead of them takes far less than an exchange for each, and two
-    numbers of 16 bits go at once: what is lost by that is nothing among so many."""
-    x = gl.sum(x.reshape([4, 2, 8, J]), 1)
-    y = gl.sum(y.reshape([4, 2, 8, J]), 1)
-    both = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [x, y], gl.int32, True, 1)
-    both = gl.convert_layout(both, summing(J))
-    x = (both & -65536).to(gl.float32, bitcast=True)
-    y = (both << 16).to(gl.float32, bitcast=True)
-    return gl.sum(x, 1), gl.sum(y, 1)
-
-
-@gluon.jit
-def thread_sums(x):
-    """Sums of each row over the columns that a thread has, of which four have the same row."""
-    return gl.sum(gl.sum(x.reshape([64, x.shape[1] // 8, 4, 2]), 3), 1)
-
-
-@gluon.jit
-def load_stats(stats_ptr, keep_ptr, row, rows, tokens, DROP: gl.constexpr):
-    """The mean of the first branch, both scales, and what became of the layer; zeros past the last row."""
-    index = row + gl.arange(0, 64, layout=rows_layout())
-    live = index < rows
-    mean = gl.load(stats_ptr + index * 3, mask=live, other=0.0)
-    scale_a = gl.load(stats_ptr + index * 3 + 1, mask=live, other=0.0)
-    scale_b = gl.load(stats_ptr + index * 3 + 2, mask=live, other=0.0)
-    keep = row_zeros() + 1.0
-    if DROP:
-        keep = gl.load(keep_ptr + index // tokens, mask=live, other=0.0)
-    return mean, scale_a, scale_b, keep
+from multilinear.kernels.hopper_unshift import unshift
 
 
 @gluon.jit
@@ -99,6 +50,33 @@ def store_factor(d_desc, row, lows, place, ones, L1: gl.constexpr, LOWS: gl.cons
         store_tile(d_desc, [row, 16 * j], lows.index(place * LOWS + j))
     if L1 % 16 == 0:
         store_tile(d_desc, [row, L1], ones)
+
+
+@gluon.jit
+def fetch_gradient(
+    descs, buffers, bars, row, mine, C: gl.constexpr, LOWS: gl.constexpr, IMAGE: gl.constexpr
+):  # fmt: skip
+    """Start copying a tile of it; a barrier for u too, if that comes by a copy."""
+    mbarrier.expect(bars[1].index(mine), (2 * C + 16 * LOWS if IMAGE else C) * 128)
+    for k in gl.static_range(C // 64):
+        load_tile(descs[0], [row, 64 * k], bars[1].index(mine), buffers[0].index(mine * (C // 64) + k))
+
+
+@gluon.jit
+def fetch_shifted_u(
+    descs, buffers, bars, u_ptr, row, rows, grid, mine, C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr,
+    STRIDE: gl.constexpr, J: gl.constexpr, IMAGE: gl.constexpr,
+):  # fmt: skip
+    """After that one of the shifted u."""
+    tiles_a, lows, bar = buffers[1], buffers[3], bars[1].index(mine)
+    if IMAGE:
+        for i in gl.static_range(C // J):
+            load_tile(descs[6], [row, J * i], bar, tiles_a.index(mine * (C // J) + i))
+        for j in gl.static_range(LOWS):
+            load_tile(descs[7], [row, C + 16 * j], bar, lows.index(mine * LOWS + j))
+    else:
+        fetch_low(u_ptr, row, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
+        fetch_shifted(u_ptr, row, rows, grid, tiles_a, mine * (C // J), C, STRIDE, J)
 
 
 @gluon.jit
@@ -143,9 +121,10 @@ def first_pass(h_desc, tile_h, vectors, row, i, a, b, dh, keep, C: gl.constexpr,
 @gluon.jit
 def second_pass(
     e_desc, db_desc, tile_e, tile_b, weights_b, stats, means, down, a, b, grad_a, grad_b, row, i, J: gl.constexpr,
-    LOWS: gl.constexpr,
+    LOWS: gl.constexpr, IMAGE: gl.constexpr,
 ):  # fmt: skip
-    """Write a chunk of E and of db, from tiles that nothing reads any more; add what db gives to the low rank."""
+    """Put down a chunk of E and of db, in tiles that nothing reads any more, and write them, of images only db; add
+    what db gives to the low rank."""
     scale_a, scale_b = stats[1], stats[2]
     level_a, along_a, level_b, along_b = means
     grad_a = grad_a * along(scale_a, J) - along(level_a, J) - a * along(along_a, J)
@@ -154,7 +133,8 @@ def second_pass(
     tile_b.store(grad_b.to(e_desc.dtype))
     fence_async_shared()
     meet()
-    store_tile(e_desc, [row, J * i], tile_e)
+    if not IMAGE:
+        store_tile(e_desc, [row, J * i], tile_e)
     store_tile(db_desc, [row, J * i], tile_b)
     new = ()
     for j in gl.static_range(LOWS):
@@ -166,14 +146,14 @@ def second_pass(
 def consume(
     which: gl.constexpr, descs, buffers, bars, pointers, groups, rows, tokens, grid,
     C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr,
-    J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr,
+    J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr, IMAGE: gl.constexpr,
 ):  # fmt: skip
-    grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc = descs
-    tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, vectors = buffers
+    grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, _, _ = descs
+    tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, vectors = buffers[:8]
+    lines = buffers[8]
     full_w, full_g = bars
-    u_ptr, stats_ptr, keep_ptr, sums_ptr = pointers
+    u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr = pointers
     weights = (weights_b, weights_c)
-    P: gl.constexpr = C // 64
     CHUNKS: gl.constexpr = C // J
     tile_h = tiles_h.index(which)
     sums = ()
@@ -182,9 +162,8 @@ def consume(
     turn = 0
     group = gl.program_id(0)
     row = (group * GROUPS + which) * 64
-    fetch(grad_desc, row, full_g.index(which * TILES), tiles_g, which * TILES * P, C)
-    fetch_low(u_ptr, row, rows, grid, lows, which * TILES, C, L1, LOWS, STRIDE)
-    fetch_shifted(u_ptr, row, rows, grid, tiles_a, which * TILES * CHUNKS, C, STRIDE, J)
+    fetch_gradient(descs, buffers, bars, row, which * TILES, C, LOWS, IMAGE)
+    fetch_shifted_u(descs, buffers, bars, u_ptr, row, rows, grid, which * TILES, C, L1, LOWS, STRIDE, J, IMAGE)
     stats = load_stats(stats_ptr, keep_ptr, row, rows, tokens, DROP)
     mbarrier.wait(full_w, 0)
     while group < groups:
@@ -203,9 +182,8 @@ def consume(
         store_factor(d_desc, row, lows, mine, ones, L1, LOWS)
         if TILES == 2:
             other = which * 2 + (turn + 1) % 2
-            fetch(grad_desc, ahead, full_g.index(other), tiles_g, other * P, C)
-            fetch_low(u_ptr, ahead, rows, grid, lows, other, C, L1, LOWS, STRIDE)
-            fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, other * CHUNKS, C, STRIDE, J)
+            fetch_gradient(descs, buffers, bars, ahead, other, C, LOWS, IMAGE)
+            fetch_shifted_u(descs, buffers, bars, u_ptr, ahead, rows, grid, other, C, L1, LOWS, STRIDE, J, IMAGE)
         share_a, share_b = stats[1] / C, stats[2] / C
         down = ()
         for j in gl.static_range(LOWS):
@@ -223,7 +201,7 @@ def consume(
             # E comes where u was, and db where the gradient was
             down = second_pass(
                 e_desc, db_desc, tiles_a.index(mine), tiles_g.index(mine), weights_b, stats, means, down,
-                a, b, dp, dq, row, 0, J, LOWS,
+                a, b, dp, dq, row, 0, J, LOWS, IMAGE,
             )  # fmt: skip
         else:
             none = thread_sums(zeros(J))
@@ -253,22 +231,31 @@ def consume(
                 meet()  # the tile of h is free
                 down = second_pass(
                     e_desc, db_desc, tiles_a.index(mine * CHUNKS + i), tile_h, weights_b, stats, means, down,
-                    a, b, dp, dq, row, i, J, LOWS,
+                    a, b, dp, dq, row, i, J, LOWS, IMAGE,
                 )  # fmt: skip
         # d has been written long ago
         for j in gl.static_range(LOWS):
             lows.index(mine * LOWS + j).store(down[j].to(grad_desc.dtype))
-        fence_async_shared()
-        meet()
+        if IMAGE:
+            meet()
+            fetch_gradient(descs, buffers, bars, ahead, mine, C, LOWS, IMAGE)
+            unshift(
+                lines[0], lines[1], norms_ptr, row, rows, mine * CHUNKS, mine * LOWS, C, L1, J, grad_desc.dtype
+            )  # fmt: skip
+            for i in gl.static_range(CHUNKS):
+                store_tile(e_desc, [row, J * i], tiles_a.index(mine * CHUNKS + i))
+        else:
+            fence_async_shared()
+            meet()
         for j in gl.static_range(LOWS):  # past the last column it is cut off
             store_tile(low_desc, [row, C + 16 * j], lows.index(mine * LOWS + j))
         stats = load_stats(stats_ptr, keep_ptr, ahead, rows, tokens, DROP)  # not before: a fence would wait for it
         if TILES == 1:
             tma.store_wait(0)
             meet()
-            fetch(grad_desc, ahead, full_g.index(mine), tiles_g, mine * P, C)
-            fetch_low(u_ptr, ahead, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
-            fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, mine * CHUNKS, C, STRIDE, J)
+            if not IMAGE:
+                fetch_gradient(descs, buffers, bars, ahead, mine, C, LOWS, IMAGE)
+            fetch_shifted_u(descs, buffers, bars, u_ptr, ahead, rows, grid, mine, C, L1, LOWS, STRIDE, J, IMAGE)
         turn += 1
         group += gl.num_programs(0)
     for c in gl.static_range(CHUNKS):
@@ -283,19 +270,33 @@ def consume(
 
 @gluon.jit
 def mu1_back(
-    grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, b_desc, c_desc, u_ptr, stats_ptr, keep_ptr, vectors_ptr,
-    sums_ptr, groups, rows, tokens, height, width, magic_height, magic_width,
+    grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, b_desc, c_desc, u_desc, u_low_desc, u_ptr, norms_ptr,
+    stats_ptr, keep_ptr, vectors_ptr, sums_ptr, groups, rows, tokens, height, width, magic_height, magic_width,
     C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr, MU1: gl.constexpr,
-    J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
+    J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr, IMAGE: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """From the gradient of the first Mu-Layer's output to E, that of the shifted u; the factors h, db and d; sums."""
+    """From the gradient of the first Mu-Layer's output to E, that of the shifted u; the factors h, db and d; sums.
+
+    For images of 8x8 tokens u comes shifted, and E is shifted back and each row divided by the deviation of x."""
+    # a piece of the low rank would end in something else, and the next gradient comes early
+    gl.static_assert(not IMAGE or (L1 % 16 == 0 and TILES == 1))
     P: gl.constexpr = C // 64
     CHUNKS: gl.constexpr = C // J
     kind: gl.constexpr = grad_desc.dtype
     tiles_g = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], grad_desc.layout)
-    tiles_a = gl.allocate_shared_memory(kind, [GROUPS * TILES * CHUNKS, 64, J], e_desc.layout)
+    COUNT: gl.constexpr = GROUPS * TILES
+    if IMAGE:  # as lines of an image, one more at either end, as in `hopper_image`
+        wide = gl.allocate_shared_memory(kind, [8 * COUNT * CHUNKS + 2, 8, J], e_desc.layout)
+        narrow = gl.allocate_shared_memory(kind, [8 * COUNT * LOWS + 2, 8, 16], low_desc.layout)
+        tiles_a = reinterpret(wide.index(1), kind, [COUNT * CHUNKS, 64, J], e_desc.layout)
+        lows = reinterpret(narrow.index(1), kind, [COUNT * LOWS, 64, 16], low_desc.layout)
+        lines = (wide, narrow)
+    else:
+        tiles_a = gl.allocate_shared_memory(kind, [COUNT * CHUNKS, 64, J], e_desc.layout)
+        lows = gl.allocate_shared_memory(kind, [COUNT * LOWS, 64, 16], low_desc.layout)
+        lines = (tiles_a, lows)
     tiles_h = gl.allocate_shared_memory(kind, [GROUPS, 64, J], h_desc.layout)
-    lows = gl.allocate_shared_memory(kind, [GROUPS * TILES * LOWS, 64, 16], low_desc.layout)
     ones = gl.allocate_shared_memory(kind, [64, 16], low_desc.layout)
     weights_b = gl.allocate_shared_memory(kind, [CHUNKS * LOWS, J, 16], b_desc.layout)
     weights_c = gl.allocate_shared_memory(kind, [CHUNKS * P, 64, J], c_desc.layout)
@@ -317,24 +318,24 @@ def mu1_back(
             load_tile(b_desc, [J * i, 16 * j], full_w, weights_b.index(i * LOWS + j))
         for k in gl.static_range(P):
             load_tile(c_desc, [64 * k, J * i], full_w, weights_c.index(i * P + k))
-    descs = (grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc)
-    buffers = (tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, vectors)
+    descs = (grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, u_desc, u_low_desc)
+    buffers = (tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, vectors, lines)
     bars = (full_w, full_g)
-    pointers = (u_ptr, stats_ptr, keep_ptr, sums_ptr)
+    pointers = (u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr)
     grid = (height, width, magic_height, magic_width)
     if GROUPS == 2:
         gl.warp_specialize([
             (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, LOWS, STRIDE, J,
-                       GROUPS, TILES, DROP)),
+                       GROUPS, TILES, DROP, IMAGE)),
             (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, LOWS, STRIDE, J,
-                       GROUPS, TILES, DROP)),
+                       GROUPS, TILES, DROP, IMAGE)),
         ], [4], [REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, LOWS, STRIDE, J,
-                       GROUPS, TILES, DROP)),
+                       GROUPS, TILES, DROP, IMAGE)),
             (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, LOWS, STRIDE, J,
-                       GROUPS, TILES, DROP)),
+                       GROUPS, TILES, DROP, IMAGE)),
             (consume, (2, descs, buffers, bars, pointers, groups, rows, tokens, grid, C, L1, LOWS, STRIDE, J,
-                       GROUPS, TILES, DROP)),
+                       GROUPS, TILES, DROP, IMAGE)),
         ], [4, 4], [REGISTERS, REGISTERS])  # fmt: skip

@@ -7,24 +7,24 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from multilinear.kernels.hopper_names import load_tile, meet
+from multilinear.kernels.hopper_names import load_tile, meet, reinterpret
 
 
 @gluon.constexpr_function
-def accumulator(width):
-    """How a product of that width lies in registers."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 16])
+def accumulator(width, rows=64):
+    """How a product of that width lies in registers; each warp has 16 of the rows."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[rows // 16, 1], instr_shape=[16, width, 16])
 
 
 @gluon.constexpr_function
-def rows_layout():
-    return gl.SliceLayout(1, accumulator(64))
+def rows_layout(rows=64):
+    return gl.SliceLayout(1, accumulator(64, rows))
 
 
 @gluon.constexpr_function
-def operand():
+def operand(rows=64):
     """How the left side of a product lies in registers: as the result of another one does."""
-    return gl.DotOperandLayout(operand_index=0, parent=accumulator(64), k_width=2)
+    return gl.DotOperandLayout(operand_index=0, parent=accumulator(64, rows), k_width=2)
 
 
 @gluon.constexpr_function
@@ -41,13 +41,13 @@ def resident(channels, rank, chunk, pieces, both, slots, slots_c):
 
 
 @gluon.jit
-def zeros(WIDTH: gl.constexpr):
-    return gl.full([64, WIDTH], 0.0, gl.float32, accumulator(WIDTH))
+def zeros(WIDTH: gl.constexpr, ROWS: gl.constexpr = 64):
+    return gl.full([ROWS, WIDTH], 0.0, gl.float32, accumulator(WIDTH, ROWS))
 
 
 @gluon.jit
-def row_zeros():
-    return gl.full([64], 0.0, gl.float32, rows_layout())
+def row_zeros(ROWS: gl.constexpr = 64):
+    return gl.full([ROWS], 0.0, gl.float32, rows_layout(ROWS))
 
 
 @gluon.jit
@@ -64,22 +64,45 @@ def across(ptr, first, WIDTH: gl.constexpr, LIMIT: gl.constexpr):
     return gl.load(ptr + j, mask=j < LIMIT, other=0.0)[None, :]
 
 
+@gluon.constexpr_function
+def run_start(pieces, i):
+    """Where the i-th of the powers of two begins that add up to `pieces`, the largest one first."""
+    return sum(1 << bit for bit in range(pieces.bit_length()) if pieces >> bit & 1 and 1 << bit > run(pieces, i))
+
+
+@gluon.constexpr_function
+def run(pieces, i):
+    """The i-th of them."""
+    return [1 << bit for bit in reversed(range(pieces.bit_length())) if pieces >> bit & 1][i]
+
+
+@gluon.constexpr_function
+def runs(pieces):
+    """How many there are."""
+    return pieces.bit_count()
+
+
 @gluon.jit
 def keep_vectors(ptr, LENGTH: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr):
     """Vectors that lie one after the other, in shared memory, in pieces of WIDTH and with zeros behind them: loads from
-    global memory would wait for those of tokens that are on their way."""
+    global memory would wait for those of tokens that are on their way. They come in few large parts, all at once."""
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     vectors = gl.allocate_shared_memory(gl.float32, [PIECES, WIDTH], one)
-    for i in gl.static_range(PIECES):
-        place = WIDTH * i + gl.arange(0, WIDTH, layout=gl.BlockedLayout([1], [32], [4], [0]))
-        vectors.index(i).store(gl.load(ptr + place, mask=place < LENGTH, other=0.0))
+    loaded = ()
+    for i in gl.static_range(runs(PIECES)):
+        place = gl.arange(0, WIDTH * run(PIECES, i), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        place += WIDTH * run_start(PIECES, i)
+        loaded = loaded + (gl.load(ptr + place, mask=place < LENGTH, other=0.0),)
+    for i in gl.static_range(runs(PIECES)):
+        part = reinterpret(vectors.index(run_start(PIECES, i)), gl.float32, [WIDTH * run(PIECES, i)], one)
+        part.store(loaded[i])
     return vectors
 
 
 @gluon.jit
-def kept(vectors, i, WIDTH: gl.constexpr):
+def kept(vectors, i, WIDTH: gl.constexpr, ROWS: gl.constexpr = 64):
     """Piece i of such vectors, or its first part: a number for each column."""
-    return vectors.index(i).slice(0, WIDTH).load(gl.SliceLayout(0, accumulator(WIDTH)))[None, :]
+    return vectors.index(i).slice(0, WIDTH).load(gl.SliceLayout(0, accumulator(WIDTH, ROWS)))[None, :]
 
 
 @gluon.jit
@@ -175,9 +198,9 @@ def store_columns(
 
 
 @gluon.jit
-def fetch(desc, row, bar, tiles, place, C: gl.constexpr):
-    """Start copying 64 rows of C columns."""
-    mbarrier.expect(bar, C * 128)
+def fetch(desc, row, bar, tiles, place, C: gl.constexpr, ROWS: gl.constexpr = 64):
+    """Start copying rows of C columns."""
+    mbarrier.expect(bar, C * ROWS * 2)
     for k in gl.static_range(C // 64):
         load_tile(desc, [row, 64 * k], bar, tiles.index(place + k))
 
@@ -201,3 +224,39 @@ def row_norm(tiles, place, eps, C: gl.constexpr):
         x = tiles.index(place + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
         total += gl.sum(x * x, 1)
     return mean, gl.rsqrt(total / C + eps)
+
+
+@gluon.constexpr_function
+def summing(width):
+    """How a warp holds eight rows to add them up: all in one thread, which has one column, or two of 64."""
+    if width == 64:
+        return gl.DistributedLinearLayout(
+            [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1]],
+            [[0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
+            [[1, 0, 0], [2, 0, 0]], [], [4, 8, 64],
+        )  # fmt: skip
+    else:
+        return gl.DistributedLinearLayout(
+            [[0, 1, 0], [0, 2, 0], [0, 4, 0]],
+            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
+            [[1, 0, 0], [2, 0, 0]], [], [4, 8, 32],
+        )  # fmt: skip
+
+
+@gluon.jit
+def column_sums(x, y, J: gl.constexpr):
+    """Sums over the rows of each warp. To exchange ahead of them takes far less than an exchange for each, and two
+    numbers of 16 bits go at once: what is lost by that is nothing among so many."""
+    x = gl.sum(x.reshape([4, 2, 8, J]), 1)
+    y = gl.sum(y.reshape([4, 2, 8, J]), 1)
+    both = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [x, y], gl.int32, True, 1)
+    both = gl.convert_layout(both, summing(J))
+    x = (both & -65536).to(gl.float32, bitcast=True)
+    y = (both << 16).to(gl.float32, bitcast=True)
+    return gl.sum(x, 1), gl.sum(y, 1)
+
+
+@gluon.jit
+def thread_sums(x):
+    """Sums of each row over the columns that a thread has, of which four have the same row."""
+    return gl.sum(gl.sum(x.reshape([64, x.shape[1] // 8, 4, 2]), 3), 1)

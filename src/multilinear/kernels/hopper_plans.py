@@ -89,6 +89,8 @@ LIFT = {
     (192, 48): First(2, 2, 240),
     (256, 32): First(2, 1, 240),
 }
+# By channels and low rank, for images of 8x8 tokens, forward as one kernel: how many times 64 rows of weights are kept.
+IMAGES = {(192, 48): 3}
 FIRST_BACK = {
     (64, 8): First(2, 2, 240),
     (128, 16): First(3, 1, 168, chunk=32),
@@ -142,6 +144,13 @@ PRODUCTS = {64: (64, 7), 128: (64, 4), 192: (32, 5)}
 def plan_first(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> First | None:
     """The plan for the first Mu-Layer, or None if the kernel does not take it."""
     return FIRST.get((s.channels, s.low1)) if _shifts(s, rows, height, width, keep_border) else None
+
+
+@lru_cache
+def plan_image(s: Sizes, height: int, width: int, keep_border: bool) -> int | None:
+    """The same for images that are one tile."""
+    there = height == width == 8 and _shifts(s, 64, height, width, keep_border)
+    return IMAGES.get((s.channels, s.low1)) if there else None
 
 
 @lru_cache

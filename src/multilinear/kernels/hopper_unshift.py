@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from multilinear.kernels.hopper_names import reinterpret
+from multilinear.kernels.hopper_names import meet, reinterpret
 from multilinear.kernels.hopper_parts import nothing
 
 
@@ -164,3 +164,101 @@ def put_down(
             for j in gl.static_range((L1 + 15) // 16):
                 tile.slice(8 * j, 8, 1).store(du[P + j])
     fence_async_shared()
+
+
+@gluon.constexpr_function
+def held(pairs, rows):
+    """How pairs of columns lie in registers: as two columns of a product do. A warp has two lines of an image of 8x8
+    tokens, each thread the same place in both, and threads of neighbouring tokens are four apart."""
+    registers = [[8, 0]] + [[0, 4 << k] for k in range((pairs // 4).bit_length() - 1)]
+    warps = [[16 << k, 0] for k in range((rows // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [rows, pairs]
+    )  # fmt: skip
+
+
+@gluon.jit
+def pairs_at(lines, first, PAIRS: gl.constexpr, ROWS: gl.constexpr):
+    """Tokens from a line of 8 on, in pairs of columns."""
+    return reinterpret(lines.index(first), gl.int32, [ROWS, PAIRS], as_pairs(2 * PAIRS))
+
+
+@gluon.constexpr_function
+def has(quarter, first, width, pairs):
+    """Whether any of so many pairs from `first` on, of those that are shifted, is of that quarter."""
+    return first * 4 // pairs <= quarter <= min(first + width - 1, pairs - 1) * 4 // pairs
+
+
+@gluon.jit
+def of_quarter(q: gl.constexpr, first: gl.constexpr, x, y, R: gl.constexpr):
+    """x for pairs of that quarter, of R from `first` on, and y for others."""
+    WIDTH: gl.constexpr = x.shape[1]
+    if not has(q - 1, first, WIDTH, R) and not has(q + 1, first, WIDTH, R):
+        return x
+    else:
+        j = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, x.type.layout))[None, :]
+        return gl.where((j >= q * (R // 4)) & (j < (q + 1) * (R // 4)), x, y)
+
+
+@gluon.jit
+def from_left(x):
+    """What the token to the left has; the first one of a line its own."""
+    return gl.inline_asm_elementwise("shfl.sync.up.b32 $0, $1, 4, 0, -1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def from_right(x):
+    return gl.inline_asm_elementwise("shfl.sync.down.b32 $0, $1, 4, 31, -1;", "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def moved_back(
+    lines, place, scale, first: gl.constexpr, R: gl.constexpr, WIDTH: gl.constexpr, kind: gl.constexpr
+):  # fmt: skip
+    """What `load_all` gives, for an image of 8x8 tokens that is a tile in shared memory, from a line on."""
+    layout: gl.constexpr = held(WIDTH, 64)
+    token = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
+    x = token % 8
+    here = pairs_at(lines, place, WIDTH, 64).load(layout)
+    came = here
+    stayed = here
+    if has(0, first, WIDTH, R):
+        below = gl.where(token < 56, pairs_at(lines, place + 1, WIDTH, 64).load(layout), 0)
+        came = of_quarter(0, first, below, came, R)
+        stayed = of_quarter(0, first, gl.where(token < 8, here, 0), stayed, R)
+    if has(1, first, WIDTH, R):
+        above = gl.where(token >= 8, pairs_at(lines, place - 1, WIDTH, 64).load(layout), 0)
+        came = of_quarter(1, first, above, came, R)
+        stayed = of_quarter(1, first, gl.where(token >= 56, here, 0), stayed, R)
+    if has(2, first, WIDTH, R):
+        came = of_quarter(2, first, gl.where(x < 7, from_right(here), 0), came, R)
+        stayed = of_quarter(2, first, gl.where(x == 0, here, 0), stayed, R)
+    if has(3, first, WIDTH, R):
+        came = of_quarter(3, first, gl.where(x > 0, from_left(here), 0), came, R)
+        stayed = of_quarter(3, first, gl.where(x == 7, here, 0), stayed, R)
+    return scaled(add_pairs(came, stayed, kind), scale, kind)
+
+
+@gluon.jit
+def unshift(
+    lines, low_lines, norms_ptr, row, rows, place, low, C: gl.constexpr, L1: gl.constexpr, J: gl.constexpr,
+    kind: gl.constexpr,
+):  # fmt: skip
+    """The gradient of u where that of the shifted u is, in tiles of J columns and of 16 of the low rank, each row
+    divided by the deviation of x."""
+    index = row + gl.arange(0, 64, layout=gl.SliceLayout(1, held(J // 2, 64)))
+    low_index = row + gl.arange(0, 64, layout=gl.SliceLayout(1, held(8, 64)))
+    scale = gl.load(norms_ptr + rows + index, mask=index < rows, other=1.0)
+    low_scale = gl.load(norms_ptr + rows + low_index, mask=low_index < rows, other=1.0)
+    new = ()
+    for i in gl.static_range(C // J):
+        new = new + (moved_back(lines, 8 * (place + i) + 1, scale, J // 2 * i, C // 2, J // 2, kind),)
+    for j in gl.static_range(L1 // 16):
+        new = new + (moved_back(low_lines, 8 * (low + j) + 1, low_scale, 8 * j, L1 // 2, 8, kind),)
+    meet()  # all have read it
+    for i in gl.static_range(C // J):
+        pairs_at(lines, 8 * (place + i) + 1, J // 2, 64).store(new[i])
+    for j in gl.static_range(L1 // 16):
+        pairs_at(low_lines, 8 * (low + j) + 1, 8, 64).store(new[C // J + j])
+    fence_async_shared()
+    meet()
