@@ -210,7 +210,7 @@ def test_cuda_training_with_merged_branches(images, side, dtype, monkeypatch):
     block = block.to(dtype)
     expected, found = exact(block, x, grad, factors), run(block, x, grad, factors)
     if triton.__version__.startswith(hopper_plans.VERSIONS):
-        assert made == [True] * (2 if side == 8 else 1)
+        assert made == [True] * (2 if side == 8 and triton.__version__.startswith(hopper_plans.VERSIONS[0]) else 1)
     assert error(found[0], expected[0]) < 1e-2
     close_gradients(block, found[1], expected[1], 2e-2)
 

@@ -183,6 +183,12 @@ def test_other_grids_are_no_single_tile(height, width, keep_border):
     assert hopper_plans.plan_image(block(192, 8), 8, 8, keep_border=True) is None
 
 
+def test_a_later_triton_has_no_single_tile(monkeypatch):
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
+    assert hopper_plans.plan_image(block(192, 4), 8, 8, keep_border=True) is None
+    assert hopper_plans.plan_first(block(192, 4), 64, 8, 8, keep_border=True) is not None
+
+
 @given(st.integers(1, 64))
 def test_vectors_come_in_runs_that_cover_all_pieces(pieces):
     parts = pytest.importorskip("multilinear.kernels.hopper_parts")

@@ -94,8 +94,9 @@ def keep_vectors(ptr, LENGTH: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.cons
         place += WIDTH * run_start(PIECES, i)
         loaded = loaded + (gl.load(ptr + place, mask=place < LENGTH, other=0.0),)
     for i in gl.static_range(runs(PIECES)):
-        part = reinterpret(vectors.index(run_start(PIECES, i)), gl.float32, [WIDTH * run(PIECES, i)], one)
-        part.store(loaded[i])
+        # all in runs of that length, of which this is one, since the larger ones come first
+        parts = reinterpret(vectors, gl.float32, [PIECES // run(PIECES, i), WIDTH * run(PIECES, i)], one)
+        parts.index(run_start(PIECES, i) // run(PIECES, i)).store(loaded[i])
     return vectors
 
 
