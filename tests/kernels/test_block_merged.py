@@ -165,16 +165,19 @@ def test_prepared_weights_stay_while_kernels_are_compiled(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("images", "side"), [(1, 1), (5, 7), (1600, 8)])
+@pytest.mark.parametrize(("images", "side"), [(1, 1), (5, 7), (1, 8), (797, 8), (1600, 8)])
 def test_cuda_inference_with_merged_branches(images, side, dtype, monkeypatch):
-    made, kernel = [], hopper.mu2_merged
-    monkeypatch.setattr(hopper, "mu2_merged", lambda *inputs: [made.append(True), kernel(*inputs)])
+    made, kernel, layer = [], hopper.mu2_merged, hopper.first_layer
+    monkeypatch.setattr(hopper, "mu2_merged", lambda *inputs: [made.append("second"), kernel(*inputs)])
+    monkeypatch.setattr(hopper, "first_layer", lambda *inputs: [made.append("first"), layer(*inputs)])
     block = perturbed(PolyBlock(192, shrinkage=4)).cuda().requires_grad_(False)
     x = (3 * torch.randn(images, side, side, 192, device="cuda") + 0.5).to(dtype)
     block = block.to(dtype)
     with torch.no_grad():
         first = block(x)
-        assert made or not triton.__version__.startswith(hopper_plans.VERSIONS)
+        if triton.__version__.startswith(hopper_plans.VERSIONS):
+            one_tile = side == 8 and triton.__version__.startswith("3.6.")
+            assert made == (["first", "second"] if one_tile else ["second"])
         assert error(first, copy.deepcopy(block).double()(x.double())) < 1e-2
         assert all(torch.equal(block(x), first) for _ in range(20))
         weights = weights_of(block)
@@ -210,7 +213,7 @@ def test_cuda_training_with_merged_branches(images, side, dtype, monkeypatch):
     block = block.to(dtype)
     expected, found = exact(block, x, grad, factors), run(block, x, grad, factors)
     if triton.__version__.startswith(hopper_plans.VERSIONS):
-        assert made == [True] * (2 if side == 8 and triton.__version__.startswith(hopper_plans.VERSIONS[0]) else 1)
+        assert made == [True] * (2 if side == 8 and triton.__version__.startswith("3.6.") else 1)
     assert error(found[0], expected[0]) < 1e-2
     close_gradients(block, found[1], expected[1], 2e-2)
 

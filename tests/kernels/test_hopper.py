@@ -165,8 +165,9 @@ def test_the_first_layer_needs_a_border_that_stays_and_a_grid_that_divides_exact
 @pytest.mark.parametrize(("channels", "low"), hopper_plans.IMAGES)
 def test_images_that_are_one_tile_have_plans_for_all_of_the_first_layer(channels, low):
     sizes = block(channels, channels // low)
-    slots = hopper_plans.plan_image(sizes, 8, 8, keep_border=True)
-    assert hopper_plans.plan_first_back(sizes, 64, 8, 8, keep_border=True).tiles == 1
+    slots = hopper_plans.plan_image(sizes, 64, 8, 8, keep_border=True)
+    back = hopper_plans.plan_first_back(sizes, 64, 8, 8, keep_border=True)
+    assert back.tiles == 1 and back.chunk < channels
     assert hopper_plans.plan_lift_back(sizes, 64, 8, 8, keep_border=True) is not None
     assert hopper_plans.plan_lift(sizes) is not None  # whose memory for two numbers a token they use
     assert low % 16 == 0 and low <= 64
@@ -179,13 +180,13 @@ def test_images_that_are_one_tile_have_plans_for_all_of_the_first_layer(channels
     ("height", "width", "keep_border"), [(8, 7, True), (4, 16, True), (16, 16, True), (8, 8, False)]
 )
 def test_other_grids_are_no_single_tile(height, width, keep_border):
-    assert hopper_plans.plan_image(block(192, 4), height, width, keep_border) is None
-    assert hopper_plans.plan_image(block(192, 8), 8, 8, keep_border=True) is None
+    assert hopper_plans.plan_image(block(192, 4), height * width, height, width, keep_border) is None
+    assert hopper_plans.plan_image(block(192, 8), 64, 8, 8, keep_border=True) is None
 
 
 def test_a_later_triton_has_no_single_tile(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "3.9.0")
-    assert hopper_plans.plan_image(block(192, 4), 8, 8, keep_border=True) is None
+    assert hopper_plans.plan_image(block(192, 4), 64, 8, 8, keep_border=True) is None
     assert hopper_plans.plan_first(block(192, 4), 64, 8, 8, keep_border=True) is not None
 
 

@@ -143,12 +143,13 @@ def _first_layer(
     x: Tensor, u: Tensor, mid: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
     keep_border: bool, eps: float, save: bool,
 ) -> None:  # fmt: skip
-    """u, and the value between the Mu-Layers from it."""
+    """u, and the value between the Mu-Layers from it. If images are single tiles, u is left shifted, without `save` not
+    at all."""
     height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
-    whole = hopper_plans.plan_image(s, height, width, keep_border) if x.is_cuda else None
-    if whole is not None:
-        hopper.first_layer(x, u, mid, norms, stats, keep, ready, s, whole, offsets(s), eps, save)
+    slots = hopper_plans.plan_image(s, rows, height, width, keep_border) if x.is_cuda else None
+    if slots is not None:
+        hopper.first_layer(x, u, mid, norms, stats, keep, ready, s, slots, offsets(s), eps, save)
         return
     ahead = hopper_plans.plan_lift(s) if x.is_cuda else None
     if ahead is not None:

@@ -172,7 +172,7 @@ def _first_layer(
     kernel = block_backward.mu1_back
     fixed = constants(s, kernel.arg_names)
     E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, wide) for wide in (rank, rank, fixed["SD1"]))
-    image = x.is_cuda and hopper_plans.plan_image(s, height, width, keep_border) is not None
+    image = x.is_cuda and hopper_plans.plan_image(s, rows, height, width, keep_border) is not None
     plan = hopper_plans.plan_first_back(s, rows, height, width, keep_border) if x.is_cuda else None
     if plan is not None:
         sums = hopper.mu1_back(grad, u, norms, stats, keep, E, h, db, d, ready, s, plan, offsets(s).mu1, image)

@@ -13,10 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from multilinear.kernels.hopper_mu1 import hidden, put_output, store_stats
 from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
 from multilinear.kernels.hopper_parts import (
-    accumulator,
     fetch,
     keep_vectors,
     kept,
+    load_rows,
     operand,
     release,
     row_zeros,
@@ -86,22 +86,6 @@ def produce(descs, buffers, bars, groups, C: gl.constexpr, SLOTS: gl.constexpr):
                 load_tile(c_desc, [64 * k, 64 * i], full.index(slot), ring.index(slot * P + k))
             item += 1
         group += gl.num_programs(0)
-
-
-@gluon.jit
-def load_rows(tiles, place, eps, C: gl.constexpr):
-    """A tile's pieces, the mean of each row and what makes its variance 1."""
-    xs = ()
-    total = row_zeros(128)
-    for k in gl.static_range(C // 64):
-        xs = xs + (tiles.index(place + k).load(accumulator(64, 128)),)
-        total += gl.sum(xs[k].to(gl.float32), 1)
-    mean = total / C
-    total = row_zeros(128)
-    for k in gl.static_range(C // 64):
-        x = xs[k].to(gl.float32) - mean[:, None]
-        total += gl.sum(x * x, 1)
-    return xs, mean, gl.rsqrt(total / C + eps)
 
 
 @gluon.jit
@@ -183,7 +167,7 @@ def consume(
         index = row + gl.arange(0, 128, layout=rows_layout(128))
         live = index < rows
         mbarrier.wait(full_x.index(mine), (turn // 2) & 1)
-        xs, mean, scale = load_rows(tiles, mine * P, eps, C)
+        xs, mean, scale = load_rows(tiles, mine * P, eps, C, 128)
         ns = ()
         for k in gl.static_range(P):
             n = (xs[k].to(gl.float32) - mean[:, None]) * scale[:, None]
@@ -206,7 +190,7 @@ def consume(
         keep = row_zeros(128) + 1.0
         if DROP:
             keep = gl.load(keep_ptr + index // 64, mask=live, other=0.0)
-        _, mean, scale_a = load_rows(tiles, other * P, eps, C)
+        _, mean, scale_a = load_rows(tiles, other * P, eps, C, 128)
         done = warpgroup_mma_wait(0, deps=qs + ds)
         qs = ()
         total = row_zeros(128)
@@ -253,7 +237,7 @@ def first_layer(
     P: gl.constexpr = C // 64
     LOWS: gl.constexpr = (L1 + 15) // 16
     TILES: gl.constexpr = 2 * P + 1
-    gl.static_assert(L1 <= 64)
+    gl.static_assert(L1 <= 64 and L1 % 8 == 0)  # one tile, and whole pairs in each quarter
     kind: gl.constexpr = x_desc.dtype
     # tiles as lines of an image, one more at either end: what is above and below is read, and not taken
     lines = gl.allocate_shared_memory(kind, [16 * TILES + 2, 8, 64], x_desc.layout)

@@ -19,6 +19,7 @@ from multilinear.kernels.hopper_parts import (
     halves,
     keep_vectors,
     kept,
+    load_rows,
     operand,
     release,
     row_zeros,
@@ -83,17 +84,7 @@ def both_branches(ns, extra, tiles_b, tiles_e, slot, P: gl.constexpr):
 @gluon.jit
 def load_normed(tiles, place, vectors, eps, C: gl.constexpr, kind: gl.constexpr):
     """Put norm(x) where x is, which stays in registers."""
-    xs = ()
-    total = row_zeros()
-    for k in gl.static_range(C // 64):
-        xs = xs + (tiles.index(place + k).load(accumulator(64)),)
-        total += gl.sum(xs[k].to(gl.float32), 1)
-    mean = total / C
-    total = row_zeros()
-    for k in gl.static_range(C // 64):
-        x = xs[k].to(gl.float32) - mean[:, None]
-        total += gl.sum(x * x, 1)
-    scale = gl.rsqrt(total / C + eps)
+    xs, mean, scale = load_rows(tiles, place, eps, C)
     for k in gl.static_range(C // 64):
         x = (xs[k].to(gl.float32) - mean[:, None]) * scale[:, None]
         x = x * kept(vectors, k, 64) + kept(vectors, C // 64 + k, 64)

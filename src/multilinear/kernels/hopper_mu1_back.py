@@ -56,7 +56,7 @@ def store_factor(d_desc, row, lows, place, ones, L1: gl.constexpr, LOWS: gl.cons
 def fetch_gradient(
     descs, buffers, bars, row, mine, C: gl.constexpr, LOWS: gl.constexpr, IMAGE: gl.constexpr
 ):  # fmt: skip
-    """Start copying a tile of it; a barrier for u too, if that comes by a copy."""
+    """Start copying a tile of the gradient. Of an image the same barrier waits for u, which must be fetched too."""
     mbarrier.expect(bars[1].index(mine), (2 * C + 16 * LOWS if IMAGE else C) * 128)
     for k in gl.static_range(C // 64):
         load_tile(descs[0], [row, 64 * k], bars[1].index(mine), buffers[0].index(mine * (C // 64) + k))
@@ -67,7 +67,7 @@ def fetch_shifted_u(
     descs, buffers, bars, u_ptr, row, rows, grid, mine, C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr,
     STRIDE: gl.constexpr, J: gl.constexpr, IMAGE: gl.constexpr,
 ):  # fmt: skip
-    """After that one of the shifted u."""
+    """Start copying a tile of the shifted u, after the gradient's."""
     tiles_a, lows, bar = buffers[1], buffers[3], bars[1].index(mine)
     if IMAGE:
         for i in gl.static_range(C // J):
@@ -279,13 +279,13 @@ def mu1_back(
     """From the gradient of the first Mu-Layer's output to E, that of the shifted u; the factors h, db and d; sums.
 
     For images of 8x8 tokens u comes shifted, and E is shifted back and each row divided by the deviation of x."""
-    # a piece of the low rank would end in something else, and the next gradient comes early
-    gl.static_assert(not IMAGE or (L1 % 16 == 0 and TILES == 1))
+    # a piece of the low rank would end in something else, and the next gradient comes early to where db must not be
+    gl.static_assert(not IMAGE or (L1 % 16 == 0 and TILES == 1 and C > J))
     P: gl.constexpr = C // 64
     CHUNKS: gl.constexpr = C // J
     kind: gl.constexpr = grad_desc.dtype
-    tiles_g = gl.allocate_shared_memory(kind, [GROUPS * TILES * P, 64, 64], grad_desc.layout)
     COUNT: gl.constexpr = GROUPS * TILES
+    tiles_g = gl.allocate_shared_memory(kind, [COUNT * P, 64, 64], grad_desc.layout)
     if IMAGE:  # as lines of an image, one more at either end, as in `hopper_image`
         wide = gl.allocate_shared_memory(kind, [8 * COUNT * CHUNKS + 2, 8, J], e_desc.layout)
         narrow = gl.allocate_shared_memory(kind, [8 * COUNT * LOWS + 2, 8, 16], low_desc.layout)
@@ -301,11 +301,11 @@ def mu1_back(
     weights_b = gl.allocate_shared_memory(kind, [CHUNKS * LOWS, J, 16], b_desc.layout)
     weights_c = gl.allocate_shared_memory(kind, [CHUNKS * P, 64, J], c_desc.layout)
     full_w = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full_g = gl.allocate_shared_memory(gl.int64, [GROUPS * TILES, 1], mbarrier.MBarrierLayout())
+    full_g = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     mbarrier.init(full_w, count=1)
-    for i in gl.static_range(GROUPS * TILES):
+    for i in gl.static_range(COUNT):
         mbarrier.init(full_g.index(i), count=1)
-    for i in gl.static_range(GROUPS * TILES * LOWS):  # past the low rank they stay zeros
+    for i in gl.static_range(COUNT * LOWS):  # past the low rank they stay zeros
         lows.index(i).store(zeros(16).to(kind))
     ones.store(zeros(16).to(kind))
     put_ones(ones, 0)

@@ -1,6 +1,7 @@
 """What the Hopper kernels are made of: layouts of tiles, rings of tiles that copies fill, and products on their way.
 
-A tile has 64 tokens, a row for each, and belongs to one group of four warps. All of it is Triton's Gluon.
+A tile has 64 tokens, a row for each, and belongs to one group of four warps; in `hopper_image` it has 128 and eight
+warps. All of it is Triton's Gluon.
 """
 
 from triton.experimental import gluon
@@ -152,7 +153,7 @@ def start_ring(full, empty, SLOTS: gl.constexpr, GROUPS: gl.constexpr, RESIDENT:
 
 @gluon.jit
 def release(bars, slot, RESIDENT: gl.constexpr):
-    """All four warps are done with a slot."""
+    """All warps of a group are done with a slot."""
     if not RESIDENT:
         meet()
         mbarrier.arrive(bars.index(slot), count=1)
@@ -225,6 +226,22 @@ def row_norm(tiles, place, eps, C: gl.constexpr):
         x = tiles.index(place + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
         total += gl.sum(x * x, 1)
     return mean, gl.rsqrt(total / C + eps)
+
+
+@gluon.jit
+def load_rows(tiles, place, eps, C: gl.constexpr, ROWS: gl.constexpr = 64):
+    """A tile's pieces, the mean of each row and what makes its variance 1."""
+    xs = ()
+    total = row_zeros(ROWS)
+    for k in gl.static_range(C // 64):
+        xs = xs + (tiles.index(place + k).load(accumulator(64, ROWS)),)
+        total += gl.sum(xs[k].to(gl.float32), 1)
+    mean = total / C
+    total = row_zeros(ROWS)
+    for k in gl.static_range(C // 64):
+        x = xs[k].to(gl.float32) - mean[:, None]
+        total += gl.sum(x * x, 1)
+    return xs, mean, gl.rsqrt(total / C + eps)
 
 
 @gluon.constexpr_function

@@ -147,10 +147,11 @@ def plan_first(s: Sizes, rows: int, height: int, width: int, keep_border: bool) 
 
 
 @lru_cache
-def plan_image(s: Sizes, height: int, width: int, keep_border: bool) -> int | None:
-    """The same for images that are one tile."""
-    there = height == width == 8 and _shifts(s, 64, height, width, keep_border)
-    there = there and triton.__version__.startswith(VERSIONS[0])  # later ones let no view go beyond what it is one of
+def plan_image(s: Sizes, rows: int, height: int, width: int, keep_border: bool) -> int | None:
+    """What `IMAGES` says of an image that is one tile, or None. Views of its lines go beyond the line that they start
+    at, which Triton 3.9 refuses."""
+    there = height == width == 8 and _shifts(s, rows, height, width, keep_border)
+    there = there and triton.__version__.startswith("3.6.")
     return IMAGES.get((s.channels, s.low1)) if there else None
 
 

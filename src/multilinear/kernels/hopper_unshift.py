@@ -1,6 +1,8 @@
-"""The way back through the shift on Hopper: the gradient of u from that of the shifted u, for `hopper_lift_back`.
+"""The way back through the shift on Hopper: the gradient of u from that of the shifted u.
 
-Two numbers lie in a register. Tiles have 64 columns, the last of which holds the low rank.
+For `hopper_lift_back` it comes from memory, in tiles of 64 columns, the last of which holds the low rank; where an
+image is a tile, `hopper_mu1_back` has it in shared memory, as `hopper_image` has u on the way
+forward. Two numbers lie in a register.
 """
 
 from triton.experimental import gluon
