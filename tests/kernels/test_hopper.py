@@ -168,7 +168,7 @@ def test_images_that_are_one_tile_have_plans_for_all_of_the_first_layer(channels
     slots = hopper_plans.plan_image(sizes, 64, 8, 8, keep_border=True)
     back = hopper_plans.plan_first_back(sizes, 64, 8, 8, keep_border=True)
     assert back.tiles == 1 and back.chunk < channels
-    assert hopper_plans.plan_lift_back(sizes, 64, 8, 8, keep_border=True) is not None
+    assert hopper_plans.plan_lift_back(sizes, 64, 8, 8, keep_border=True).groups == 2
     assert hopper_plans.plan_lift(sizes) is not None  # whose memory for two numbers a token they use
     assert low % 16 == 0 and low <= 64
     # two places for 128 tokens, and one for the low rank; weights in turns and B; vectors

@@ -189,7 +189,7 @@ def _first_layer(
     last = hopper_plans.plan_lift_back(s, rows, height, width, keep_border) if x.is_cuda else None
     if last is not None:
         if image:
-            du, (out, norm_sums) = E, hopper.image_back(E, x, grad, keep, norms, ready, s)
+            du, (out, norm_sums) = E, hopper.image_back(E, x, grad, keep, norms, ready, s, last)
         else:
             out, du, norm_sums = hopper.lift_back(E, x, grad, keep, norms, ready, s, last)
         products = hopper.first_products(du, x, grad, h, db, d, s)  # norm(x) is made up for later

@@ -124,8 +124,8 @@ def mu1_back(
         _tiles(d, 64, 16), _tiles(ready.B1, j, 16), _tiles(ready.C1, 64, j), _tiles(u, 64, j), _tiles(u, 64, 16), u,
         norms, stats, keep, ready.vectors, sums, groups, rows, height * width, height, width, reciprocal(height),
         reciprocal(width), C=s.channels, L1=s.low1, LOWS=triton.cdiv(s.low1, 16), STRIDE=u.stride(0), MU1=start, J=j,
-        GROUPS=plan.groups, TILES=plan.tiles,
-        DROP=keep is not None, IMAGE=image, REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
+        GROUPS=plan.groups, TILES=plan.tiles, DROP=keep is not None, IMAGE=image, REGISTERS=plan.registers,
+        num_warps=4, maxnreg=plan.registers,
     )  # fmt: skip
     return sums
 
@@ -279,20 +279,21 @@ def lift_back(
 
 
 def image_back(
-    du: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, norms: Tensor, ready: Prepared, s: Sizes
+    du: Tensor, x: Tensor, grad: Tensor, keep: Tensor | None, norms: Tensor, ready: Prepared, s: Sizes, plan: Return
 ) -> tuple[Tensor, Tensor]:
     """What is left of `lift_back` for images that are a tile, whose du is there: the gradient of x, and the sums."""
     from multilinear.kernels import hopper_image_back
 
     rows = len(du)
-    programs = min(triton.cdiv(rows, 64 * 2), _processors(x.device))
+    programs = min(triton.cdiv(rows, 64 * plan.groups), _processors(x.device))
     out = torch.empty_like(x)
-    sums = x.new_empty(programs * 2, s.channels + 2 * du.stride(0), dtype=torch.float32)
+    sums = x.new_empty(programs * plan.groups, s.channels + 2 * du.stride(0), dtype=torch.float32)
     launch(
         hopper_image_back.image_back, programs,
         *(_tiles(part.view(rows, -1), 64, 64) for part in (x, grad, out, du)), _tiles(ready.lifting, 64, 64),
         _tiles(ready.lifting, 16, 64), keep, norms, ready.vectors, sums, rows, C=s.channels, L1=s.low1,
-        STRIDE=du.stride(0), GROUPS=2, DROP=keep is not None, REGISTERS=240, num_warps=4, maxnreg=240,
+        STRIDE=du.stride(0), GROUPS=plan.groups, DROP=keep is not None, REGISTERS=plan.registers, num_warps=4,
+        maxnreg=plan.registers,
     )  # fmt: skip
     return out, sums
 
