@@ -28,7 +28,7 @@ def in_turns(matrix, height):
     return matrix.unflatten(0, (-1, 2, height)).transpose(0, 1).flatten(1, 2)
 
 
-def forward_in_plain_code(x, out, keep, n, stats, ready, roots, s, forms, eps, save):
+def forward_in_plain_code(x, out, keep, n, branches, stats, ready, roots, s, forms, eps, save):
     """What `hopper.mu2_merged` does."""
     rows, vectors = x.view(-1, s.channels), ready.vectors
     normed = F.layer_norm(rows, (s.channels,), vectors[: s.channels], vectors[s.channels : 2 * s.channels], eps)
@@ -47,40 +47,56 @@ def forward_in_plain_code(x, out, keep, n, stats, ready, roots, s, forms, eps, s
     out.copy_((rows + y).view_as(x))
     if save:
         n.copy_(beside)
+        pair = torch.stack([second, first]) * both.sqrt()[:, None]
+        branches.copy_(pair.unflatten(2, (-1, 64)).permute(1, 2, 0, 3).flatten(1))
         stats.copy_(torch.cat([scales, both[:, None]], 1))
 
 
-def back_in_plain_code(grad, n, stats, h, PQ, dn, ready, s, forms):
+def apart(branches):
+    """The second branch and the first."""
+    return branches.unflatten(1, (-1, 2, 64)).permute(2, 0, 1, 3).flatten(2)
+
+
+def back_in_plain_code(grad, n, branches, stats, inner, taken, dn, ready, s, forms):
     """What `hopper.mu2_merged_back` does."""
-    scales, both = stats[:, :2], stats[:, 2:]
-    branches = in_turns(ready.A2, 32)
-    first, second = n @ branches.mT
-    inner = (grad.view(len(n), -1) @ ready.C2) * both
-    h.copy_(first * second * both)
-    gradients = torch.stack([inner * second, inner * first])
-    PQ[:, : 2 * s.rank2].copy_(gradients.unflatten(2, (-1, 32)).permute(1, 2, 0, 3).flatten(1))
-    products = gradients @ branches
+    scales, root = stats[:, :2], stats[:, 2:].sqrt()
+    inner.copy_((grad.view(len(n), -1) @ ready.C2) * root)
+    second, first = apart(branches)
+    products = torch.stack([inner * second, inner * first]) @ in_turns(ready.A2, 32)
     shifts = torch.stack([products[0, :, s.channels + 2], products[1, :, s.channels + 7]], 1)
     # the rest of the shift is in a column of its own
     shifts += torch.stack([products[0, :, s.channels + 4], products[1, :, s.channels + 9]], 1)
-    taken = (shifts - scales * (inner * first * second).sum(1, keepdim=True)) * scales / s.rank2
+    along = (grad.view(len(n), -1) @ ready.C2 * first * second).sum(1, keepdim=True)
+    taken.copy_(((shifts - scales * along) * scales / s.rank2).T)
     normed = n[:, : s.channels]
-    PQ[:, 2 * s.rank2 :] = torch.cat([taken[:, :1] * normed, taken[:, 1:] * normed], 1)
     linear = in_turns(ready.vectors[forms:][: 2 * s.channels], 64)
     forms_of_n = normed @ in_turns(ready.stack, 64) + linear[:, None] / 2
-    dn.copy_(products[..., : s.channels].sum(0) + (taken.T[..., None] * forms_of_n).sum(0))
-    return torch.stack([part.sum(0) for part in taken.chunk(3)])
+    dn.copy_(products[..., : s.channels].sum(0) + (taken[..., None] * forms_of_n).sum(0))
+    return torch.stack([part.sum(0) for part in taken.T.chunk(3)])
+
+
+def products_in_plain_code(grad, n, branches, inner, taken, s):
+    """What `hopper.second_products` does, in lines that are shares of the tokens."""
+    hidden, own = [], []
+    for rows in torch.arange(len(n)).chunk(3):
+        second, first = apart(branches[rows])
+        pair = torch.stack([inner[rows] * second, inner[rows] * first]).mT @ n[rows]
+        weight = grad.view(len(n), -1)[rows].T @ (first * second)
+        hidden.append(torch.cat([pair.unflatten(1, (-1, 32)).transpose(0, 1).flatten(), weight.flatten()]))
+        own.append(((taken[:, rows, None] * n[rows, : s.channels]).mT @ n[rows]).flatten())
+    return torch.stack(hidden), torch.stack(own)
 
 
 @contextmanager
 def merging():
-    """As on a GPU that gains by it, with plain code in place of the two kernels that need one."""
+    """As on a GPU that gains by it, with plain code in place of the three kernels that need one."""
     from multilinear.kernels import block
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block, "merges", lambda weights: True)
         patch.setattr(hopper, "mu2_merged", forward_in_plain_code)
         patch.setattr(hopper, "mu2_merged_back", back_in_plain_code)
+        patch.setattr(hopper, "second_products", products_in_plain_code)
         yield
 
 
@@ -205,8 +221,8 @@ def cases(dtype=torch.bfloat16, images=5, side=7):
 # (389, 7): tiles in turns, and one not full; sides of 8 have kernels of their own
 @pytest.mark.parametrize(("images", "side"), [(1, 1), (5, 7), (389, 7), (1, 8), (5, 8), (797, 8)])
 def test_cuda_training_with_merged_branches(images, side, dtype, monkeypatch):
-    made, kernel, last = [], hopper.mu2_merged_back, hopper.image_back
-    monkeypatch.setattr(hopper, "mu2_merged_back", lambda *inputs: [made.append(True), kernel(*inputs)][1])
+    made, kernel, last = [], hopper.second_products, hopper.image_back
+    monkeypatch.setattr(hopper, "second_products", lambda *inputs: [made.append(True), kernel(*inputs)][1])
     monkeypatch.setattr(hopper, "image_back", lambda *inputs: [made.append(side == 8), last(*inputs)][1])
     torch.manual_seed(0)
     block, x, grad, factors = cases(dtype, images, side)

@@ -182,6 +182,11 @@ def _new_norms(x: Tensor, s: Sizes) -> Tensor:
     return x.new_empty((2, x.numel() // s.channels) if there else 0, dtype=torch.float32)
 
 
+def _second_widths(s: Sizes, merged: bool) -> tuple[int, int]:
+    """Widths of what the second Mu-Layer leaves for the way back."""
+    return s.channels + 16, 2 * s.rank2 if merged else s.low2 + 16
+
+
 def poly_block_now(
     x: Tensor,
     keep1: Tensor | None,
@@ -193,7 +198,8 @@ def poly_block_now(
     save: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, statistics of x
-    (if a kernel for Hopper has them) and of the first layer, what the second's branches read, and its statistics."""
+    (if a kernel for Hopper has them) and of the first layer, what the second's branches read (if they are merged, what
+    both read and what they give), and its statistics."""
     fields = len(Prepared._fields)
     s, ready = sizes_of(weights), Prepared(*prepared[:fields])
     x = aligned(x)
@@ -207,12 +213,11 @@ def poly_block_now(
     stats1, stats2 = (x.new_empty((rows, 3) if save else 0, dtype=torch.float32) for _ in range(2))
     norms = _new_norms(x, s) if save else x.new_empty(0)
     _first_layer(x, u, mid, norms, stats1, keep1, ready, s, keep_border, eps, save)
-    n = x.new_empty((rows, s.channels + 16) if save else 0)
-    d = x.new_empty((rows, s.low2 + 16) if save and not ready.merged else 0)
+    n, d = (x.new_empty((rows, width) if save else 0) for width in _second_widths(s, ready.merged))
     plan = hopper_plans.plan_for(s, save) if x.is_cuda else None
     if ready.merged:
         roots = Roots(*prepared[fields:]) if prepared[fields:] else None
-        hopper.mu2_merged(mid, out, keep2, n, stats2, ready, roots, s, offsets(s).forms, eps, save)
+        hopper.mu2_merged(mid, out, keep2, n, d, stats2, ready, roots, s, offsets(s).forms, eps, save)
     elif plan is not None:
         hopper.mu2(mid, out, keep2, n, d, stats2, ready, s, plan, offsets(s).forms, eps, save)
     else:
@@ -241,6 +246,5 @@ def _(
     if not save:
         return torch.empty_like(x), []
     stats1, stats2 = (x.new_empty(rows, 3, dtype=torch.float32) for _ in range(2))
-    u, n = (x.new_empty(rows, wide) for wide in (align(s.rank1 + s.low1), s.channels + 16))
-    d = x.new_empty(0 if merges(weights) else (rows, s.low2 + 16))
+    u, n, d = (x.new_empty(rows, width) for width in (align(s.rank1 + s.low1), *_second_widths(s, merges(weights))))
     return torch.empty_like(x), [u, torch.empty_like(x), _new_norms(x, s), stats1, n, d, stats2]

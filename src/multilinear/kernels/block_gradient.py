@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS, block_backward, block_weights_back, hopper, hopper_plans
+from multilinear.kernels import BLOCK_PARAMETERS, block_backward, block_sums, block_weights_back, hopper, hopper_plans
 from multilinear.kernels.block import poly_block, poly_block_now
 from multilinear.kernels.block_sizes import (
     Prepared,
@@ -62,7 +62,7 @@ def _second_layer(
     """The gradient of the value between the Mu-Layers, what is summed up on the way, the terms of alpha's gradient; and
     functions: after the first those terms are there, after the last the gradients of the second Mu-Layer."""
     if ready.merged:
-        return _merged_layer(grad, mid, n, stats, keep, named, found, ready, s, eps)
+        return _merged_layer(grad, mid, n, d, stats, keep, named, found, ready, s, eps)
     rows, rank, low = mid.numel() // s.channels, s.rank2, s.low2
     fixed = constants(s, block_backward.mu2_back.arg_names)
     # a product over all tokens is faster with whole tiles; its rows for the columns past the last of P are not read
@@ -95,19 +95,22 @@ def _second_layer(
 
 
 def _merged_layer(
-    grad: Tensor, mid: Tensor, n: Tensor, stats: Tensor, keep: Tensor | None, named: Named, found: Named,
+    grad: Tensor, mid: Tensor, n: Tensor, both: Tensor, stats: Tensor, keep: Tensor | None, named: Named, found: Named,
     ready: Prepared, s: Sizes, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, list[Callable[[], None]]]:  # fmt: skip
-    """The same with merged branches, whose gradients are next to each other and go on to n at once."""
+    """The same with merged branches, which are there, and whose gradients go on to n at once. The function after which
+    the terms are there is the last one."""
     rows, rank, channels = mid.numel() // s.channels, s.rank2, s.channels
-    h, PQ, dn = (mid.new_empty(rows, width) for width in (rank, 2 * (rank + channels), channels))
-    ends = hopper.mu2_merged_back(grad, n, stats, h, PQ, dn, ready, s, offsets(s).forms)
+    inner, dn = (mid.new_empty(rows, width) for width in (rank, channels))
+    taken = mid.new_empty(2, rows)
+    ends = hopper.mu2_merged_back(grad, n, both, stats, inner, taken, dn, ready, s, offsets(s).forms)
     out, sums = _through_shared_norm(dn, mid, grad, keep, ready, s, eps)
     terms = sums.new_empty(rank)
 
     def branches() -> None:
         matrix, bias = sums.new_empty(rank, channels), sums.new_empty(rank)
-        product, merged = _product(PQ, n), {"mu2.B.weight": matrix, "mu2.B.bias": bias}
+        product = _second_products(grad, n, both, inner, taken, found["mu2.C.weight"], s)
+        merged = {"mu2.B.weight": matrix, "mu2.B.bias": bias}
         _second_gradients(product, product, ends, terms, named, found | merged, ready, s)
         kernel, tall, wide = block_weights_back.factor_gradients, 64, 32
         programs = triton.cdiv(rank, tall) * triton.cdiv(s.low2, wide)
@@ -119,7 +122,23 @@ def _merged_layer(
             **constants(s, kernel.arg_names), ROWS=tall, COLUMNS=wide, DEPTH=128, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    return out, sums, terms, _both_beside(branches, grad, h, found["mu2.C.weight"])
+    return out, sums, terms, [beside(branches, mid.device)]
+
+
+def _second_products(
+    grad: Tensor, n: Tensor, both: Tensor, inner: Tensor, taken: Tensor, weight: Tensor, s: Sizes
+) -> Tensor:
+    """Products over all tokens: those of merged branches with n, and behind them of n with itself; that with `grad` is
+    the gradient of a weight."""
+    hidden, own = hopper.second_products(grad, n, both, inner, taken, s)
+    product = hidden.new_empty(2 * (s.rank2 + s.channels), s.channels + 16)
+    columns = 256
+    launch(
+        block_sums.second_sums, sum(triton.cdiv(part, columns) for part in (hidden.shape[1], own.shape[1])) + 1,
+        hidden, len(hidden), own, len(own), product, weight, **constants(s, block_sums.second_sums.arg_names), ROWS=16,
+        COLUMNS=columns, num_warps=4,
+    )  # fmt: skip
+    return product
 
 
 def _second_gradients(
@@ -221,7 +240,7 @@ def _summed(
     parts = min(32, triton.next_power_of_2(triton.cdiv(max(map(len, (first, second, mu1))), rows)))
     widths = first.flatten(1).shape[1], 3 * s.channels, 4 * s.rank1
     out = first.new_empty(parts, sum(widths))
-    kernel = block_weights_back.partial_sums
+    kernel = block_sums.partial_sums
     fixed = constants(s, kernel.arg_names)
     programs = parts * sum(triton.cdiv(width, columns) for width in widths)
     lines: tuple[Tensor | int | None, ...] = (None,) * 7
@@ -270,7 +289,8 @@ def poly_block_backward_now(
         sums, lifting, factor = _summed(*sums1, sums2, *products, found["mu1.C.weight"], s)
         joins[0]()
         _finish(lifting, factor, sums, terms, named, found, s)
-        joins[1]()
+        for join in joins[1:]:
+            join()
         return [grad, *found.values()]
 
 

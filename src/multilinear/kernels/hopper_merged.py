@@ -3,7 +3,8 @@ and so each chunk of both branches comes out of a single product, twice as wide,
 
 With frozen weights variances are sums of squares: of a branch with rows `[A | a]` that of an output is the square of
 `R [n; 1]` for the triangular factor R, of which a third is zero by blocks. The output is added up on top of x, divided
-by what the sum is multiplied with in the end, so that nothing is read twice. All else is as in `hopper_mu2`.
+by what the sum is multiplied with in the end, so that nothing is read twice. In training both branches are left for the
+way back, each times the root of what multiplies their product. All else is as in `hopper_mu2`.
 """
 
 from triton.experimental import gluon
@@ -27,6 +28,7 @@ from multilinear.kernels.hopper_parts import (
     slot_of,
     start_ring,
     store_columns,
+    store_own,
     sum_rows,
     times,
     zeros,
@@ -73,6 +75,25 @@ def product_of(x, on, kind: gl.constexpr, DROP: gl.constexpr):
 
 
 @gluon.jit
+def store_apart(ptr, row, rows, i, x, root, kind: gl.constexpr, R2: gl.constexpr):
+    """Both branches of a chunk, as the way back reads them."""
+    left, right = halves(x, 2)
+    store_own(ptr, row, rows, 128 * i, (right * root[:, None]).to(kind), 2 * R2)
+    store_own(ptr, row, rows, 128 * i + 64, (left * root[:, None]).to(kind), 2 * R2)
+
+
+@gluon.jit
+def leave(tile, x, desc, row, column):
+    """Write by way of a tile, from which the one before has left."""
+    tma.store_wait(0)
+    meet()
+    tile.store(x)
+    fence_async_shared()
+    meet()
+    store_tile(desc, [row, column], tile)
+
+
+@gluon.jit
 def both_branches(ns, extra, tiles_b, tiles_e, slot, P: gl.constexpr):
     """A chunk of both branches, ahead of their scales, on its way."""
     out = zeros(128)
@@ -102,7 +123,7 @@ def consume(
     x_desc, out_desc, n_desc = descs[0], descs[1], descs[2]
     tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, vectors, bias, linear = buffers
     full, empty, full_c, empty_c, full_x = bars
-    keep_ptr, n_ptr, stats_ptr, constants_ptr = pointers
+    keep_ptr, n_ptr, branches_ptr, stats_ptr, constants_ptr = pointers
     constant_a, constant_b = gl.load(constants_ptr), gl.load(constants_ptr + 1)
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
@@ -156,6 +177,7 @@ def consume(
             gl.store(stats_ptr + index * 3 + 1, scale_b, mask=index < rows)
             gl.store(stats_ptr + index * 3 + 2, both * keep, mask=index < rows)
             store_columns(n_ptr, row, rows, C, extra, 16, C + 16, C + 16)
+        root = gl.sqrt(both * keep)
         on = gl.where(keep == 0.0, 0.0, 1.0)
         both = both * gl.where(keep == 0.0, 1.0, keep)  # x is divided by it, which is added up with nothing if dropped
         extra = gl.convert_layout(extra, operand())
@@ -165,10 +187,12 @@ def consume(
         release(empty, slot, False)
         item += 1
         h = gl.convert_layout(product_of(chunk, on, kind, DROP), operand())
+        if TRAIN:
+            store_apart(branches_ptr, row, rows, 0, chunk, root, kind, R2)
         ys = ()
         for k in gl.static_range(P):  # the output is added to x, which is so out of the way
             ys = ys + (xs[k].to(gl.float32) / both[:, None],)
-        for _chunk in range(1, R2 // 64):
+        for i in range(1, R2 // 64):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)
             chunk = both_branches(ns, extra, tiles_b, tiles_e, slot, P)
@@ -179,6 +203,8 @@ def consume(
             release(empty, slot, False)
             item += 1
             product = product_of(chunk, on, kind, DROP)
+            if TRAIN:
+                store_apart(branches_ptr, row, rows, i, chunk, root, kind, R2)
             ys = finished(ys, h, P)
             release(empty_c, slot_c, False)
             item_c += 1
@@ -195,12 +221,8 @@ def consume(
         release(empty_c, slot_c, False)
         item_c += 1
         for k in gl.static_range(P):
-            tma.store_wait(0)
-            meet()  # the piece before has left
-            tile_o.store((ys[k] * both[:, None] + keep[:, None] * kept(bias, k, 64)).to(kind))
-            fence_async_shared()
-            meet()
-            store_tile(out_desc, [row, 64 * k], tile_o)
+            y = (ys[k] * both[:, None] + keep[:, None] * kept(bias, k, 64)).to(kind)
+            leave(tile_o, y, out_desc, row, 64 * k)
         turn += 1
         group = ahead
     tma.store_wait(0)
@@ -208,12 +230,13 @@ def consume(
 
 @gluon.jit
 def mu2_merged(
-    x_desc, out_desc, n_desc, both_desc, extra_desc, c_desc, form_desc, keep_ptr, n_ptr, stats_ptr, vectors_ptr,
-    linear_ptr, groups, rows, tokens, eps,
+    x_desc, out_desc, n_desc, both_desc, extra_desc, c_desc, form_desc, keep_ptr, n_ptr, branches_ptr, stats_ptr,
+    vectors_ptr, linear_ptr, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
     ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """x plus the second Mu-Layer of norm(x); in training also what its branches read, n next to the extras."""
+    """x plus the second Mu-Layer of norm(x); in training also what its branches read, n next to the extras, and what
+    they give, 64 columns of the second and of the first in turns, in the order of `own_columns`."""
     P: gl.constexpr = C // 64
     gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = x_desc.dtype
@@ -239,7 +262,7 @@ def mu2_merged(
     meet()
     buffers = (tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, vectors, bias, linear)
     bars = (full, empty, full_c, empty_c, full_x)
-    pointers = (keep_ptr, n_ptr, stats_ptr, linear_ptr + 2 * C)
+    pointers = (keep_ptr, n_ptr, branches_ptr, stats_ptr, linear_ptr + 2 * C)
     gl.warp_specialize([
         (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, GROUPS, SLOTS, SLOTS_C,
                    ROOTS, TRAIN, DROP)),

@@ -1,7 +1,9 @@
 """The way back through the second Mu-Layer on Hopper where the matrices of its second branch are merged.
 
-As in `hopper_back`, but both branches come out of one product, and the gradients of both go on to n in another one.
-While these products of a chunk run, the next one's values are multiplied with each other.
+Both branches were left by the way forward and come in chunks of 32 hidden channels. The gradient of their product meets
+them, and what that gives goes on to n in one product, while the next chunk's gradient is on its way. Only the gradient
+of the product is written: what gradients of the weights need besides is made again from it (`hopper_second_products`).
+One warp copies what all tokens read, another one what belongs to some of them.
 """
 
 from triton.experimental import gluon
@@ -9,16 +11,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from multilinear.kernels.hopper_back_steps import shift_part
-from multilinear.kernels.hopper_names import load_tile, meet, store_tile
+from multilinear.kernels.hopper_merged import leave
+from multilinear.kernels.hopper_names import load_tile, meet
 from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
-    extras,
     fetch,
-    halves,
     keep_vectors,
     kept,
-    nothing,
+    load_own,
     operand,
     release,
     row_zeros,
@@ -26,93 +27,130 @@ from multilinear.kernels.hopper_parts import (
     side_by_side,
     slot_of,
     start_ring,
+    store_own,
     sum_rows,
-    times,
     times_columns,
     zeros,
 )
-from multilinear.kernels.hopper_stream import put_both
 
 
 @gluon.jit
-def produce(
-    sources, weights, bars, groups, C: gl.constexpr, R2: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr
-):  # fmt: skip
-    """Copy both branches and C chunk by chunk, then 64 rows of each gram matrix in turns."""
-    both_desc, extra_desc, c_desc, form_desc = sources
-    tiles_b, tiles_e, tiles_c = weights
-    full, empty = bars[0], bars[1]
+def produce_weights(sources, weights, full, empty, groups, C: gl.constexpr, R2: gl.constexpr, SLOTS: gl.constexpr):
+    """Copy both branches chunk by chunk, then 64 rows of each gram matrix in turns."""
+    both_desc, extra_desc, form_desc = sources
+    tiles_b, tiles_e = weights
     P: gl.constexpr = C // 64
     item = 0
-    item_c = 0
     group = gl.program_id(0)
     while group < groups:
-        for i in range(R2 // 32):
-            item, item_c = put_both(
-                both_desc, extra_desc, c_desc, tiles_b, tiles_e, tiles_c, bars, i, item, item_c, C, 32, SLOTS, SLOTS_C
-            )
-        for i in range(2 * P):
+        for i in range(R2 // 32 + 2 * P):
             slot, phase = slot_of(item, SLOTS, False)
+            bar = full.index(slot)
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), C * 64 * 2)
-            for k in gl.static_range(P):
-                load_tile(form_desc, [64 * i, 64 * k], full.index(slot), tiles_b.index(slot * P + k))
+            if i < R2 // 32:
+                mbarrier.expect(bar, (C + 16) * 128)
+                for k in gl.static_range(P):
+                    load_tile(both_desc, [64 * i, 64 * k], bar, tiles_b.index(slot * P + k))
+                load_tile(extra_desc, [64 * i, C], bar, tiles_e.index(slot))
+            else:
+                mbarrier.expect(bar, C * 128)
+                for k in gl.static_range(P):
+                    load_tile(form_desc, [64 * i - 2 * R2, 64 * k], bar, tiles_b.index(slot * P + k))
             item += 1
         group += gl.num_programs(0)
 
 
 @gluon.jit
-def open_branches(which: gl.constexpr, tiles_n, extra, weights, full, item, C: gl.constexpr, SLOTS: gl.constexpr):
-    """A chunk of both branches, ahead of their scales, on its way."""
-    tiles_b, tiles_e, _ = weights
+def produce_tokens(
+    sources, tiles_c, ring, bars, groups, C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr,
+    SLOTS_C: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy C chunk by chunk, and of both branches what belongs to it."""
+    c_desc, branches_desc = sources
+    full_c, empty_c, full_b, empty_b = bars
     P: gl.constexpr = C // 64
-    slot, phase = slot_of(item, SLOTS, False)
-    mbarrier.wait(full.index(slot), phase)
-    place = nothing(item) + which * P
-    chunk = zeros(64)
-    for k in gl.static_range(P):
-        chunk = times(tiles_n.index(place + k), tiles_b.index(slot * P + k), chunk, k == 0)
-    return times(extra, tiles_e.index(slot), chunk, False)
+    item = 0
+    group = gl.program_id(0)
+    while group < groups:
+        for i in range(R2 // 32):
+            slot, phase = slot_of(item, SLOTS_C, False)
+            mbarrier.wait(empty_c.index(slot), phase ^ 1)
+            mbarrier.expect(full_c.index(slot), C * 64)
+            for k in gl.static_range(P):
+                load_tile(c_desc, [64 * k, 32 * i], full_c.index(slot), tiles_c.index(slot * P + k))
+            slot, phase = slot_of(item, STAGES, False)
+            mbarrier.wait(empty_b.index(slot), phase ^ 1)
+            mbarrier.expect(full_b.index(slot), GROUPS * 64 * 128)
+            for g in gl.static_range(GROUPS):
+                row = (group * GROUPS + g) * 64
+                column = i // 2 * 128 + i % 2 * 32
+                place = (slot * GROUPS + g) * 2
+                load_tile(branches_desc, [row, column], full_b.index(slot), ring.index(place))
+                load_tile(branches_desc, [row, column + 64], full_b.index(slot), ring.index(place + 1))
+            item += 1
+        group += gl.num_programs(0)
 
 
 @gluon.jit
-def open_gradient(which: gl.constexpr, tiles_g, tiles_c, full_c, item, C: gl.constexpr, SLOTS: gl.constexpr):
-    """The same of the gradient of their product."""
-    P: gl.constexpr = C // 64
-    slot, phase = slot_of(item, SLOTS, False)
+def open_gradient(gs, tiles_c, full_c, item, P: gl.constexpr, SLOTS_C: gl.constexpr):
+    """The gradient of a chunk of the branches' product, ahead of its scale, on its way."""
+    slot, phase = slot_of(item, SLOTS_C, False)
     mbarrier.wait(full_c.index(slot), phase)
-    place = nothing(item) + which * P
     grad = zeros(32)
     for k in gl.static_range(P):
-        grad = times_columns(tiles_g.index(place + k), tiles_c.index(slot * P + k), grad, k == 0)
+        grad = times_columns(gs[k], tiles_c.index(slot * P + k), grad, k == 0)
     return grad
 
 
 @gluon.jit
-def close_chunk(chunk, grad, scale, h_tile, pq_tile, h_desc, pq_desc, row, i, kind: gl.constexpr):
-    """Write the product of the branches, and the gradients of both; return these, and each row's product with that."""
-    first, second = halves(chunk)
-    grad = grad * along(scale, 32)
-    h = first * second
+def close_chunk(
+    which: gl.constexpr, grad, root, ring, full_b, item, inner_ptr, row, rows, i, kind: gl.constexpr,
+    R2: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Write that gradient; return those of both branches, and each row's product with that of the branches."""
+    slot, phase = slot_of(item, STAGES, False)
+    mbarrier.wait(full_b.index(slot), phase)
+    place = (slot * GROUPS + which) * 2
+    second = load_own(ring.index(place)).to(gl.float32)
+    first = load_own(ring.index(place + 1)).to(gl.float32)
+    part = sum_rows(grad * (first * second))
+    grad = grad * along(root, 32)
     pq = side_by_side((grad * second).to(kind), (grad * first).to(kind))
-    tma.store_wait(0)
-    meet()  # the chunk before has left
-    h_tile.store((h * along(scale, 32)).to(kind))
-    pq_tile.store(pq)
-    fence_async_shared()
-    meet()
-    store_tile(h_desc, [row, 32 * i], h_tile)
-    store_tile(pq_desc, [row, 64 * i], pq_tile)
-    return gl.convert_layout(pq, operand()), sum_rows(grad * h)
+    store_own(inner_ptr, row, rows, 32 * i, grad.to(kind), R2)
+    return gl.convert_layout(pq, operand()), part
 
 
 @gluon.jit
-def add_gradients(dns, shift, pq, weights, slot, P: gl.constexpr):
+def add_gradients(dns, shift, pq, weights, full, item, P: gl.constexpr, SLOTS: gl.constexpr):
     """Start adding a chunk's gradients to those of n and of the extras."""
+    slot, phase = slot_of(item, SLOTS, False)
+    mbarrier.wait(full.index(slot), phase)
     new = ()
     for k in gl.static_range(P):
         new = new + (times_columns(pq, weights[0].index(slot * P + k), dns[k], False),)
     return new, times_columns(pq, weights[1].index(slot), shift, False)
+
+
+@gluon.jit
+def add_forms(dns, ns, k_a, k_b, tiles_b, full, empty, item, kind: gl.constexpr, P: gl.constexpr, SLOTS: gl.constexpr):
+    """Add what the norms of both branches take: each gram matrix times n, of which each row is multiplied."""
+    for c in gl.static_range(2 * P):
+        slot, phase = slot_of(item, SLOTS, False)
+        mbarrier.wait(full.index(slot), phase)
+        n = ns[c // 2].to(gl.float32)
+        if c % 2 == 0:
+            n = n * k_a[:, None]
+        else:
+            n = n * k_b[:, None]
+        left = gl.convert_layout(n.to(kind), operand())
+        new = ()
+        for k in gl.static_range(P):
+            new = new + (times_columns(left, tiles_b.index(slot * P + k), dns[k], False),)
+        done = warpgroup_mma_wait(0, deps=new + (left,))
+        dns = done[:P]
+        release(empty, slot, False)
+        item += 1
+    return dns, item
 
 
 @gluon.jit
@@ -128,107 +166,91 @@ def load_scales(stats_ptr, row, rows):
 def consume(
     which: gl.constexpr, descs, buffers, weights, bars, pointers, groups, rows,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    grad_desc, n_desc, h_desc, pq_desc, dn_desc = descs
-    tiles_g, tiles_n, tiles_h, tiles_pq, linear = buffers
-    full, empty, full_c, empty_c = bars[0], bars[1], bars[2], bars[3]
-    bar_g, bar_n = bars[4].index(which), bars[5].index(which)
-    stats_ptr, ends_ptr = pointers
+    grad_desc, n_desc, dn_desc = descs
+    tiles, ring, tiles_o, linear = buffers
+    tiles_b, tiles_c = weights[0], weights[2]
+    full, empty, full_c, empty_c, full_b, empty_b = bars[:6]
+    bar, out = bars[6].index(which), tiles_o.index(which)
+    inner_ptr, stats_ptr, taken_ptr, ends_ptr = pointers
     P: gl.constexpr = C // 64
     kind: gl.constexpr = n_desc.dtype
     item = 0
-    item_c = 0
-    turn = 0
+    chunk = 0
     group = gl.program_id(0)
-    h_tile, pq_tile = tiles_h.index(which), tiles_pq.index(which)
     end_a = row_zeros()
     end_b = row_zeros()
-    fetch(n_desc, (group * GROUPS + which) * 64, bar_n, tiles_n, which * P, C)
+    fetch(grad_desc, (group * GROUPS + which) * 64, bar, tiles, which * P, C)
     scale_a, scale_b, scale = load_scales(stats_ptr, (group * GROUPS + which) * 64, rows)
     while group < groups:
         row = (group * GROUPS + which) * 64
-        tma.store_wait(0)
-        fetch(grad_desc, row, bar_g, tiles_g, which * P, C)
-        extra = (extras(scale_a, 0, 16, kind) + extras(scale_b, 5, 16, kind)).to(kind)
-        extra = gl.convert_layout(extra, operand())
-        mbarrier.wait(bar_n, turn & 1)
-        chunk = open_branches(which, tiles_n, extra, weights, full, item, C, SLOTS)
-        mbarrier.wait(bar_g, turn & 1)
-        grad = open_gradient(which, tiles_g, weights[2], full_c, item_c, C, SLOTS_C)
-        chunk, grad = warpgroup_mma_wait(0, deps=[chunk, grad])
-        release(empty_c, item_c % SLOTS_C, False)
-        pq, total = close_chunk(chunk, grad, scale, h_tile, pq_tile, h_desc, pq_desc, row, 0, kind)
+        mbarrier.wait(bar, 0)
+        gs = ()
+        for k in gl.static_range(P):
+            gs = gs + (tiles.index(which * P + k).load(operand()),)
+        meet()  # all have read it
+        fetch(n_desc, row, bar, tiles, which * P, C)
+        root = gl.sqrt(scale)
+        grad = open_gradient(gs, tiles_c, full_c, chunk, P, SLOTS_C)
+        grad = warpgroup_mma_wait(0, deps=[grad])
+        release(empty_c, chunk % SLOTS_C, False)
+        pq, total = close_chunk(
+            which, grad, root, ring, full_b, chunk, inner_ptr, row, rows, 0, kind, R2, GROUPS, STAGES
+        )  # fmt: skip
+        last = pq
         dns = ()
         for k in gl.static_range(P):
             dns = dns + (zeros(64),)
         shift = zeros(16)
         for i in range(1, R2 // 32):
-            chunk = open_branches(which, tiles_n, extra, weights, full, item + 1, C, SLOTS)
-            grad = open_gradient(which, tiles_g, weights[2], full_c, item_c + 1, C, SLOTS_C)
-            dns, shift = add_gradients(dns, shift, pq, weights, item % SLOTS, P)
-            chunk, grad = warpgroup_mma_wait(P + 1, deps=[chunk, grad])
-            item_c += 1
-            release(empty_c, item_c % SLOTS_C, False)
-            new, part = close_chunk(chunk, grad, scale, h_tile, pq_tile, h_desc, pq_desc, row, i, kind)
+            chunk += 1
+            grad = open_gradient(gs, tiles_c, full_c, chunk, P, SLOTS_C)
+            dns, shift = add_gradients(dns, shift, pq, weights, full, item, P, SLOTS)
+            # the products just begun go on; those of the chunk before it are over, and what they read is free
+            done = warpgroup_mma_wait(P + 1, deps=(grad, last) + dns + (shift,))
+            grad, dns, shift = done[0], done[2 : P + 2], done[P + 2]
+            meet()
+            mbarrier.arrive(empty_c.index(chunk % SLOTS_C), count=1)
+            mbarrier.arrive(empty_b.index((chunk + STAGES - 1) % STAGES), count=1)
+            mbarrier.arrive(empty.index((item + SLOTS - 1) % SLOTS), count=1, pred=i > 1)
+            last = pq
+            pq, part = close_chunk(
+                which, grad, root, ring, full_b, chunk, inner_ptr, row, rows, i, kind, R2, GROUPS, STAGES
+            )  # fmt: skip
             total += part
-            done = warpgroup_mma_wait(0, deps=dns + (shift, pq))
-            dns, shift = done[:P], done[P]
-            release(empty, item % SLOTS, False)
             item += 1
-            pq = new
-        item_c += 1
-        dns, shift = add_gradients(dns, shift, pq, weights, item % SLOTS, P)
-        done = warpgroup_mma_wait(0, deps=dns + (shift, pq))
+        dns, shift = add_gradients(dns, shift, pq, weights, full, item, P, SLOTS)
+        done = warpgroup_mma_wait(0, deps=dns + (shift, pq, last))
         dns, shift = done[:P], done[P]
-        release(empty, item % SLOTS, False)
+        meet()
+        mbarrier.arrive(empty_b.index(chunk % STAGES), count=1)
+        mbarrier.arrive(empty.index((item + SLOTS - 1) % SLOTS), count=1)
+        mbarrier.arrive(empty.index(item % SLOTS), count=1)
+        chunk += 1
         item += 1
         # of the gradient along a branch only the part along its normed values counts, not that along the norm's shift
         k_a = (shift_part(shift, 0, 16) - scale_a * total) * scale_a / R2
         k_b = (shift_part(shift, 5, 16) - scale_b * total) * scale_b / R2
-        for k in gl.static_range(P):
-            n = tiles_n.index(which * P + k).load(accumulator(64)).to(gl.float32)
-            tiles_g.index(which * P + k).store((n * k_a[:, None]).to(kind))
-            tiles_n.index(which * P + k).store((n * k_b[:, None]).to(kind))
-        fence_async_shared()
-        meet()  # all have written, and said so to the copies
-        for k in gl.static_range(P):
-            store_tile(pq_desc, [row, 2 * R2 + 64 * k], tiles_g.index(which * P + k))
-            store_tile(pq_desc, [row, 2 * R2 + C + 64 * k], tiles_n.index(which * P + k))
         end_a += k_a
         end_b += k_b
-        for c in gl.static_range(2 * P):
-            slot, phase = slot_of(item, SLOTS, False)
-            mbarrier.wait(full.index(slot), phase)
-            place = nothing(item) + which * P
-            if c % 2 == 0:
-                left = tiles_g.index(place + c // 2)
-            else:
-                left = tiles_n.index(place + c // 2)
-            new = ()
-            for k in gl.static_range(P):
-                new = new + (times_columns(left, weights[0].index(slot * P + k), dns[k], False),)
-            # of a chunk before only, while those of this one are on their way
-            dns = warpgroup_mma_wait(P if c < 2 * P - 1 else 0, deps=new)
-            if c > 0:
-                release(empty, (item + SLOTS - 1) % SLOTS, False)
-            item += 1
-        release(empty, (item + SLOTS - 1) % SLOTS, False)
-        tma.store_wait(0)
-        meet()  # nothing reads both any more
+        mbarrier.wait(bar, 1)
+        ns = ()
+        for k in gl.static_range(P):
+            ns = ns + (tiles.index(which * P + k).load(accumulator(64)),)
+        meet()  # all have read it
         ahead = group + gl.num_programs(0)
         if ahead < groups:
-            fetch(n_desc, (ahead * GROUPS + which) * 64, bar_n, tiles_n, which * P, C)
+            fetch(grad_desc, (ahead * GROUPS + which) * 64, bar, tiles, which * P, C)
+        dns, item = add_forms(dns, ns, k_a, k_b, tiles_b, full, empty, item, kind, P, SLOTS)
         for k in gl.static_range(P):
             half = k_a[:, None] * kept(linear, 2 * k, 64) + k_b[:, None] * kept(linear, 2 * k + 1, 64)
-            dn = dns[k] + 0.5 * half
-            tiles_g.index(which * P + k).store(dn.to(kind))
-        fence_async_shared()
-        meet()
-        for k in gl.static_range(P):
-            store_tile(dn_desc, [row, 64 * k], tiles_g.index(which * P + k))
+            leave(out, (dns[k] + 0.5 * half).to(kind), dn_desc, row, 64 * k)
         # not before: a fence would wait for them
+        index = row + gl.arange(0, 64, layout=rows_layout())
+        gl.store(taken_ptr + index, k_a.to(kind), mask=index < rows)
+        gl.store(taken_ptr + rows + index, k_b.to(kind), mask=index < rows)
         scale_a, scale_b, scale = load_scales(stats_ptr, (ahead * GROUPS + which) * 64, rows)
-        turn += 1
         group = ahead
     line = ends_ptr + (gl.program_id(0) * GROUPS + which) * 2
     gl.store(line, gl.sum(end_a, 0))
@@ -238,21 +260,20 @@ def consume(
 
 @gluon.jit
 def mu2_merged_back(
-    grad_desc, n_desc, h_desc, pq_desc, dn_desc, both_desc, extra_desc, c_desc, form_desc,
-    stats_ptr, ends_ptr, linear_ptr, groups, rows,
+    grad_desc, n_desc, branches_desc, dn_desc, both_desc, extra_desc, c_desc, form_desc, inner_ptr, stats_ptr,
+    taken_ptr, ends_ptr, linear_ptr, groups, rows,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """From the gradient of the output: the product h of both branches; their gradients P and Q, 32 columns of each in
-    turns, and after them n with each row multiplied, once for each branch; sums of those numbers, a line for each group
-    of each program; and the gradient of n."""
+    """From the gradient of the output: that of the product of both branches, times the root of what multiplies it; two
+    numbers of each token, by which n is multiplied for what the norms take, and sums of them, a line for each group of
+    each program; and the gradient of n."""
     P: gl.constexpr = C // 64
     gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = n_desc.dtype
-    tiles_g = gl.allocate_shared_memory(kind, [GROUPS * P, 64, 64], grad_desc.layout)
-    tiles_n = gl.allocate_shared_memory(kind, [GROUPS * P, 64, 64], n_desc.layout)
-    tiles_h = gl.allocate_shared_memory(kind, [GROUPS, 64, 32], h_desc.layout)
-    tiles_pq = gl.allocate_shared_memory(kind, [GROUPS, 64, 64], pq_desc.layout)
+    tiles = gl.allocate_shared_memory(kind, [GROUPS * P, 64, 64], n_desc.layout)
+    ring = gl.allocate_shared_memory(kind, [STAGES * GROUPS * 2, 64, 32], branches_desc.layout)
+    tiles_o = gl.allocate_shared_memory(kind, [GROUPS, 64, 64], dn_desc.layout)
     tiles_b = gl.allocate_shared_memory(kind, [SLOTS * P, 64, 64], both_desc.layout)
     tiles_e = gl.allocate_shared_memory(kind, [SLOTS, 64, 16], extra_desc.layout)
     tiles_c = gl.allocate_shared_memory(kind, [SLOTS_C * P, 64, 32], c_desc.layout)
@@ -260,24 +281,26 @@ def mu2_merged_back(
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     full_c = gl.allocate_shared_memory(gl.int64, [SLOTS_C, 1], mbarrier.MBarrierLayout())
     empty_c = gl.allocate_shared_memory(gl.int64, [SLOTS_C, 1], mbarrier.MBarrierLayout())
-    full_g = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    full_n = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    full_b = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty_b = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full_x = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
     start_ring(full, empty, SLOTS, GROUPS, False)
     start_ring(full_c, empty_c, SLOTS_C, GROUPS, False)
+    start_ring(full_b, empty_b, STAGES, GROUPS, False)
     for i in gl.static_range(GROUPS):
-        mbarrier.init(full_g.index(i), count=1)
-        mbarrier.init(full_n.index(i), count=1)
+        mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()
     linear = keep_vectors(linear_ptr, 2 * C, 64, 2 * P)
     meet()
-    descs = (grad_desc, n_desc, h_desc, pq_desc, dn_desc)
-    sources = (both_desc, extra_desc, c_desc, form_desc)
-    buffers = (tiles_g, tiles_n, tiles_h, tiles_pq, linear)
+    descs = (grad_desc, n_desc, dn_desc)
+    buffers = (tiles, ring, tiles_o, linear)
     weights = (tiles_b, tiles_e, tiles_c)
-    bars = (full, empty, full_c, empty_c, full_g, full_n)
-    pointers = (stats_ptr, ends_ptr)
+    bars = (full, empty, full_c, empty_c, full_b, empty_b, full_x)
+    pointers = (inner_ptr, stats_ptr, taken_ptr, ends_ptr)
     gl.warp_specialize([
-        (consume, (0, descs, buffers, weights, bars, pointers, groups, rows, C, R2, GROUPS, SLOTS, SLOTS_C)),
-        (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, C, R2, GROUPS, SLOTS, SLOTS_C)),
-        (produce, (sources, weights, bars, groups, C, R2, SLOTS, SLOTS_C)),
-    ], [4, 1], [REGISTERS, 24])  # fmt: skip
+        (consume, (0, descs, buffers, weights, bars, pointers, groups, rows, C, R2, GROUPS, SLOTS, SLOTS_C, STAGES)),
+        (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, C, R2, GROUPS, SLOTS, SLOTS_C, STAGES)),
+        (produce_weights, ((both_desc, extra_desc, form_desc), (tiles_b, tiles_e), full, empty, groups, C, R2, SLOTS)),
+        (produce_tokens, ((c_desc, branches_desc), tiles_c, ring, (full_c, empty_c, full_b, empty_b), groups, C, R2,
+                          GROUPS, SLOTS_C, STAGES)),
+    ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip

@@ -189,6 +189,40 @@ def side_by_side(left, right):
     return gl.convert_layout(both, accumulator(WIDTH), assert_trivial=True)
 
 
+@gluon.constexpr_function
+def own_columns(width):
+    """How a product lies in registers if of each 32 columns those that a thread has stand side by side, eight at a
+    time, which so are copied at once."""
+    blocks = [[0, 32 << i] for i in range((width // 32).bit_length() - 1)]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0], *blocks], [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [],
+        [64, width],
+    )  # fmt: skip
+
+
+@gluon.jit
+def in_own_order(x):
+    """Columns in that order, or back in the usual one: the same numbers in the same threads."""
+    return x.reshape([64, x.shape[1] // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape(x.shape)
+
+
+@gluon.jit
+def store_own(ptr, row, rows, first, x, STRIDE: gl.constexpr):
+    """Columns from `first` on of a matrix whose rows are STRIDE apart, in that order."""
+    layout: gl.constexpr = own_columns(x.shape[1])
+    x = gl.convert_layout(in_own_order(x), layout)
+    index = row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout))[:, None]
+    j = first + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, layout))[None, :]
+    gl.store(ptr + index * STRIDE + j, x, mask=index < rows)
+
+
+@gluon.jit
+def load_own(tile):
+    """A tile that was stored like that, in the usual order."""
+    x = tile.load(own_columns(tile.shape[1]))
+    return gl.convert_layout(in_own_order(x), accumulator(tile.shape[1]))
+
+
 @gluon.jit
 def store_columns(
     ptr, row, rows, first, x, WIDTH: gl.constexpr, STRIDE: gl.constexpr, LIMIT: gl.constexpr

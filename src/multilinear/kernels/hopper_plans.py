@@ -52,16 +52,19 @@ BACK = {
 
 class OneProduct(NamedTuple):
     """The same with the second branch's two matrices as one: chunks of both branches, and of C, that are kept; forward
-    of 64 hidden channels, back of 32."""
+    of 64 hidden channels, back of 32. There also how many chunks of what the branches gave are kept, and in products
+    over all tokens how many times 32 tokens."""
 
     slots: int
     slots_c: int
     back_slots: int
     back_slots_c: int
+    stages: int
+    product_stages: int
 
 
 # By channels and low rank, where one matrix has no more entries than two.
-MERGED = {(192, 144): OneProduct(2, 2, 3, 2)}
+MERGED = {(192, 144): OneProduct(2, 2, 3, 2, 3, 6)}
 
 
 class First(NamedTuple):

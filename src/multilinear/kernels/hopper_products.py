@@ -15,10 +15,10 @@ from multilinear.kernels.hopper_parts import accumulator, release, slot_of, star
 
 
 @gluon.jit
-def put_rows(desc, row, bar, ring, place, TILES: gl.constexpr):
-    """Start copying rows, all of their columns; past the last one of either there are zeros."""
+def put_rows(desc, row, column, bar, ring, place, TILES: gl.constexpr):
+    """Start copying rows, tile by tile; past the last one, as past the last column, there are zeros."""
     for k in gl.static_range(TILES):
-        load_tile(desc, [row, 64 * k], bar, ring.index(place + k))
+        load_tile(desc, [row, column + 64 * k], bar, ring.index(place + k))
 
 
 @gluon.jit
@@ -36,14 +36,14 @@ def produce(descs, ring, full, empty, blocks, split, C: gl.constexpr, TOKENS: gl
         mbarrier.wait(empty.index(slot), phase ^ 1)
         if first:
             mbarrier.expect(bar, (2 * P + 1) * TOKENS * 128)
-            put_rows(du_desc, row, bar, ring, place, P + 1)
-            put_rows(x_desc, row, bar, ring, place + P + 1, P)
+            put_rows(du_desc, row, 0, bar, ring, place, P + 1)
+            put_rows(x_desc, row, 0, bar, ring, place + P + 1, P)
         else:
             mbarrier.expect(bar, (3 * P + 1) * TOKENS * 128)
-            put_rows(grad_desc, row, bar, ring, place, P)
-            put_rows(h_desc, row, bar, ring, place + P, P)
-            put_rows(db_desc, row, bar, ring, place + 2 * P, P)
-            put_rows(d_desc, row, bar, ring, place + 3 * P, 1)
+            put_rows(grad_desc, row, 0, bar, ring, place, P)
+            put_rows(h_desc, row, 0, bar, ring, place + P, P)
+            put_rows(db_desc, row, 0, bar, ring, place + 2 * P, P)
+            put_rows(d_desc, row, 0, bar, ring, place + 3 * P, 1)
         item += 1
         block += step
 
