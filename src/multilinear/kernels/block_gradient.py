@@ -102,7 +102,7 @@ def _merged_layer(
     the terms are there is the last one."""
     rows, rank, channels = mid.numel() // s.channels, s.rank2, s.channels
     inner, dn = (mid.new_empty(rows, width) for width in (rank, channels))
-    taken = mid.new_empty(2, rows)
+    taken = stats.new_empty(2, rows)
     ends = hopper.mu2_merged_back(grad, n, both, stats, inner, taken, dn, ready, s, offsets(s).forms)
     out, sums = _through_shared_norm(dn, mid, grad, keep, ready, s, eps)
     terms = sums.new_empty(rank)

@@ -170,8 +170,9 @@ def mu2_merged(
         hopper_merged.mu2_merged, min(groups, _processors(x.device)),
         _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(n if save else ready.C2, 64, 64),
         _tiles(ready.A2, 128, 64), _tiles(ready.A2, 128, 16), _tiles(ready.C2, 64, 64), _tiles(form, 128, 64),
-        keep, n, branches, stats, ready.vectors, linear, groups, rows, tokens, eps, C=s.channels, R2=s.rank2, GROUPS=2, SLOTS=plan.slots, SLOTS_C=plan.slots_c, ROOTS=roots is not None,
-        TRAIN=save, DROP=keep is not None, REGISTERS=registers, num_warps=4, maxnreg=limit,
+        keep, n, branches, stats, ready.vectors, linear, groups, rows, tokens, eps, C=s.channels, R2=s.rank2, GROUPS=2,
+        SLOTS=plan.slots, SLOTS_C=plan.slots_c, ROOTS=roots is not None, TRAIN=save, DROP=keep is not None,
+        REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
 
 
@@ -192,15 +193,12 @@ def mu2_merged_back(
     launch(
         hopper_merged_back.mu2_merged_back, programs,
         _tiles(grad.view(rows, -1), 64, 64), _tiles(n, 64, 64), _tiles(branches, 64, 32), _tiles(dn, 64, 64),
-        _tiles(ready.A2, 64, 64), _tiles(ready.A2, 64, 16), _tiles(ready.C2, 64, 32),
-        _tiles(ready.stack, 64, 64), inner, stats, taken, ends, ready.vectors[forms:], groups, rows, C=s.channels, R2=s.rank2,
-        GROUPS=2, SLOTS=plan.back_slots, SLOTS_C=plan.back_slots_c, STAGES=plan.stages, REGISTERS=registers,
-        num_warps=4, maxnreg=limit,
+        _tiles(ready.A2, 64, 64), _tiles(ready.A2, 64, 16), _tiles(ready.C2, 64, 32), _tiles(ready.stack, 64, 64),
+        inner, stats, taken, ends, ready.vectors[forms:], groups, rows, C=s.channels, R2=s.rank2, GROUPS=2,
+        SLOTS=plan.back_slots, SLOTS_C=plan.back_slots_c, STAGES=plan.stages, REGISTERS=registers, num_warps=4,
+        maxnreg=limit,
     )  # fmt: skip
     return ends
-
-
-SHARE = 18
 
 
 def second_products(
@@ -210,18 +208,18 @@ def second_products(
     with the product of the branches; and such of n, multiplied with the numbers taken, with n and its extras."""
     from multilinear.kernels import hopper_second_products
 
-    rows, channels, rank = len(n), s.channels, s.rank2
+    plan, rows, channels, rank = MERGED[s.channels, s.low2], len(n), s.channels, s.rank2
     blocks, programs = triton.cdiv(rows, 32), _processors(n.device)
-    norms = min(blocks, max(1, programs // SHARE))
+    norms = min(blocks, max(1, programs // plan.share))
     splits = min(blocks, max(1, (programs - 2 * norms) // (rank // 64)))
-    hidden = n.new_empty(splits, 2 * rank * (channels + 16) + channels * rank, dtype=torch.float32)
-    own = n.new_empty(norms, 2 * channels * (channels + 16), dtype=torch.float32)
+    hidden = taken.new_empty(splits, 2 * rank * (channels + 16) + channels * rank)
+    own = taken.new_empty(norms, 2 * channels * (channels + 16))
     registers, limit = REGISTERS[3]
     launch(
         hopper_second_products.second_products, rank // 64 * splits + 2 * norms,
         _tiles(branches, 32, 64), _tiles(inner, 32, 64), _tiles(n, 32, 64), _tiles(n, 32, 16),
         _tiles(grad.view(rows, -1), 32, 64), taken, hidden, own, blocks, splits, rows, C=channels, R2=rank,
-        STAGES=MERGED[channels, s.low2].product_stages, REGISTERS=registers, num_warps=4, maxnreg=limit,
+        STAGES=plan.product_stages, REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
     return hidden, own
 

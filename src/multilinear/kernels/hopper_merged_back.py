@@ -104,7 +104,7 @@ def open_gradient(gs, tiles_c, full_c, item, P: gl.constexpr, SLOTS_C: gl.conste
 
 @gluon.jit
 def close_chunk(
-    which: gl.constexpr, grad, root, ring, full_b, item, inner_ptr, row, rows, i, kind: gl.constexpr,
+    which: gl.constexpr, grad, root, ring, full_b, empty_b, item, inner_ptr, row, rows, i, kind: gl.constexpr,
     R2: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Write that gradient; return those of both branches, and each row's product with that of the branches."""
@@ -113,6 +113,7 @@ def close_chunk(
     place = (slot * GROUPS + which) * 2
     second = load_own(ring.index(place)).to(gl.float32)
     first = load_own(ring.index(place + 1)).to(gl.float32)
+    release(empty_b, slot, False)
     part = sum_rows(grad * (first * second))
     grad = grad * along(root, 32)
     pq = side_by_side((grad * second).to(kind), (grad * first).to(kind))
@@ -196,38 +197,32 @@ def consume(
         grad = warpgroup_mma_wait(0, deps=[grad])
         release(empty_c, chunk % SLOTS_C, False)
         pq, total = close_chunk(
-            which, grad, root, ring, full_b, chunk, inner_ptr, row, rows, 0, kind, R2, GROUPS, STAGES
+            which, grad, root, ring, full_b, empty_b, chunk, inner_ptr, row, rows, 0, kind, R2, GROUPS, STAGES
         )  # fmt: skip
-        last = pq
+        chunk += 1
         dns = ()
         for k in gl.static_range(P):
             dns = dns + (zeros(64),)
         shift = zeros(16)
         for i in range(1, R2 // 32):
-            chunk += 1
             grad = open_gradient(gs, tiles_c, full_c, chunk, P, SLOTS_C)
             dns, shift = add_gradients(dns, shift, pq, weights, full, item, P, SLOTS)
-            # the products just begun go on; those of the chunk before it are over, and what they read is free
-            done = warpgroup_mma_wait(P + 1, deps=(grad, last) + dns + (shift,))
-            grad, dns, shift = done[0], done[2 : P + 2], done[P + 2]
-            meet()
-            mbarrier.arrive(empty_c.index(chunk % SLOTS_C), count=1)
-            mbarrier.arrive(empty_b.index((chunk + STAGES - 1) % STAGES), count=1)
-            mbarrier.arrive(empty.index((item + SLOTS - 1) % SLOTS), count=1, pred=i > 1)
-            last = pq
-            pq, part = close_chunk(
-                which, grad, root, ring, full_b, chunk, inner_ptr, row, rows, i, kind, R2, GROUPS, STAGES
+            grad = warpgroup_mma_wait(P + 1, deps=[grad])
+            release(empty_c, chunk % SLOTS_C, False)
+            new, part = close_chunk(
+                which, grad, root, ring, full_b, empty_b, chunk, inner_ptr, row, rows, i, kind, R2, GROUPS, STAGES
             )  # fmt: skip
             total += part
+            chunk += 1
+            done = warpgroup_mma_wait(0, deps=dns + (shift, pq))
+            dns, shift = done[:P], done[P]
+            release(empty, item % SLOTS, False)
             item += 1
+            pq = new
         dns, shift = add_gradients(dns, shift, pq, weights, full, item, P, SLOTS)
-        done = warpgroup_mma_wait(0, deps=dns + (shift, pq, last))
+        done = warpgroup_mma_wait(0, deps=dns + (shift, pq))
         dns, shift = done[:P], done[P]
-        meet()
-        mbarrier.arrive(empty_b.index(chunk % STAGES), count=1)
-        mbarrier.arrive(empty.index((item + SLOTS - 1) % SLOTS), count=1)
-        mbarrier.arrive(empty.index(item % SLOTS), count=1)
-        chunk += 1
+        release(empty, item % SLOTS, False)
         item += 1
         # of the gradient along a branch only the part along its normed values counts, not that along the norm's shift
         k_a = (shift_part(shift, 0, 16) - scale_a * total) * scale_a / R2
@@ -248,8 +243,8 @@ def consume(
             leave(out, (dns[k] + 0.5 * half).to(kind), dn_desc, row, 64 * k)
         # not before: a fence would wait for them
         index = row + gl.arange(0, 64, layout=rows_layout())
-        gl.store(taken_ptr + index, k_a.to(kind), mask=index < rows)
-        gl.store(taken_ptr + rows + index, k_b.to(kind), mask=index < rows)
+        gl.store(taken_ptr + index, k_a, mask=index < rows)
+        gl.store(taken_ptr + rows + index, k_b, mask=index < rows)
         scale_a, scale_b, scale = load_scales(stats_ptr, (ahead * GROUPS + which) * 64, rows)
         group = ahead
     line = ends_ptr + (gl.program_id(0) * GROUPS + which) * 2

@@ -52,8 +52,9 @@ BACK = {
 
 class OneProduct(NamedTuple):
     """The same with the second branch's two matrices as one: chunks of both branches, and of C, that are kept; forward
-    of 64 hidden channels, back of 32. There also how many chunks of what the branches gave are kept, and in products
-    over all tokens how many times 32 tokens."""
+    of 64 hidden channels, back of 32. There also how many chunks of what the branches gave are kept. In products over
+    all tokens how many times 32 tokens are kept, and which part of the programs takes that of n with itself for one of
+    both branches."""
 
     slots: int
     slots_c: int
@@ -61,10 +62,11 @@ class OneProduct(NamedTuple):
     back_slots_c: int
     stages: int
     product_stages: int
+    share: int
 
 
 # By channels and low rank, where one matrix has no more entries than two.
-MERGED = {(192, 144): OneProduct(2, 2, 3, 2, 3, 6)}
+MERGED = {(192, 144): OneProduct(2, 2, 3, 2, 3, 6, 8)}
 
 
 class First(NamedTuple):

@@ -84,7 +84,7 @@ def left_side(
         return multiplied(transposed(ring, place + left_of(which, 0)), transposed(ring, place + left_of(which, 1)))
     else:
         n = transposed(ring, place + 3 + which)
-        return multiplied(n, gl.broadcast(n, taken[None, :])[1])
+        return (n.to(gl.float32) * taken[None, :]).to(n.dtype)
 
 
 @gluon.jit
@@ -95,15 +95,15 @@ def add_up(
     """64 rows of a product; the next left side is made while products of this one are on their way."""
     P: gl.constexpr = C // 64
     LAST: gl.constexpr = HIDDEN and which == 2  # the one with the gradient, which has no extras
-    COUNT: gl.constexpr = P if LAST else P + 1
     right: gl.constexpr = P + 3 if LAST else 3
+    COUNT: gl.constexpr = P if LAST else P + 1
     sums = ()
     for _k in gl.static_range(P):
         sums = sums + (zeros(64),)
     if not LAST:
         sums = sums + (zeros(16),)
     taken = load_taken(taken_ptr, block, rows)
-    ahead = load_taken(taken_ptr, block + step, rows)
+    taken_ahead = load_taken(taken_ptr, block + step, rows)
     item = 0
     left = left_side(which, ring, full, item, taken, HIDDEN, P, STAGES)
     while block < blocks:
@@ -114,15 +114,15 @@ def add_up(
             new = new + (times_columns(left, ring.index(slot * (2 * P + 3) + right + k), sums[k], False),)
         if not LAST:
             new = new + (times_columns(left, extras.index(slot), sums[P], False),)
-        taken = ahead
-        if not HIDDEN:  # long before its use
-            ahead = load_taken(taken_ptr, block + step, rows)
+        taken = taken_ahead
+        if not HIDDEN:  # long ahead of its use
+            taken_ahead = load_taken(taken_ptr, block + step, rows)
         item += (block < blocks).to(gl.int32)  # at the end the last one again, which nobody needs
-        coming = left_side(which, ring, full, item, taken, HIDDEN, P, STAGES)
+        ahead = left_side(which, ring, full, item, taken, HIDDEN, P, STAGES)
         done = warpgroup_mma_wait(0, deps=new + (left,))
         sums = done[:COUNT]
         release(empty, slot, False)
-        left = coming
+        left = ahead
     return sums
 
 
