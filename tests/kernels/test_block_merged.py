@@ -53,7 +53,7 @@ def forward_in_plain_code(x, out, keep, n, branches, stats, ready, roots, s, for
 
 
 def apart(branches):
-    """The second branch and the first."""
+    """The second branch and the first. (The kernels have columns in another order, which only they see.)"""
     return branches.unflatten(1, (-1, 2, 64)).permute(2, 0, 1, 3).flatten(2)
 
 

@@ -75,10 +75,25 @@ def test_branches_are_merged_where_that_costs_nothing_and_fits(channels, low):
     assert sizes.rank2 % 64 == 0
     tokens, branches, last = 2 * 64 * (channels + 64), 128 * (channels + 16), 64 * channels
     assert 2 * (tokens + plan.slots * branches + plan.slots_c * last) + 512 < 227 * 1024
-    tokens = 2 * 64 * (2 * channels + 32 + 64)
-    assert 2 * tokens + plan.back_slots * branches + plan.back_slots_c * last + 512 < 227 * 1024
-    # two chunks are read at a time, those whose gradients go on to n and the next ones
-    assert plan.back_slots >= 3
+    tokens = 2 * 64 * (channels + 64 + plan.stages * 64)
+    vectors = 4 * 2 * channels
+    assert 2 * tokens + plan.back_slots * branches + plan.back_slots_c * last + vectors + 512 < 227 * 1024
+    assert plan.product_stages * 32 * 2 * (2 * channels + 3 * 64 + 16) + 512 < 227 * 1024
+    # 64 hidden channels for each of the other programs, of which there are some even on small GPUs
+    assert plan.share >= 2 and 16 - 2 * (16 // plan.share) >= sizes.rank2 // 64
+
+
+@given(st.integers(0, 63))
+def test_columns_in_their_own_order_stand_where_their_thread_is(column):
+    parts = pytest.importorskip("multilinear.kernels.hopper_parts")
+    place = parts.own_place.fn(column)
+    assert parts.own_place.fn(place) == column
+    assert torch.arange(64).view(2, 4, 4, 2).transpose(1, 2).flatten()[place] == column
+    # of four threads with the same row each has two columns of eight in a product, and eight of 32 in that order
+    assert place // 8 % 4 == column // 2 % 4 and place // 32 == column // 32
+    layout = parts.own_columns(64)
+    assert [base for base in layout.reg_bases if base[0] == 0] == [[0, 1], [0, 2], [0, 4], [0, 32]]
+    assert layout.lane_bases[:2] == [[0, 8], [0, 16]]
 
 
 @pytest.mark.parametrize(("channels", "low"), hopper_plans.LIFT_BACK)

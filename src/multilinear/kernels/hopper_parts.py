@@ -201,6 +201,12 @@ def own_columns(width):
 
 
 @gluon.jit
+def own_place(column):
+    """Where one of 64 columns stands in that order, or which one stands there."""
+    return column & 33 | (column & 6) << 2 | (column & 24) >> 2
+
+
+@gluon.jit
 def in_own_order(x):
     """Columns in that order, or back in the usual one: the same numbers in the same threads."""
     return x.reshape([64, x.shape[1] // 32, 4, 4, 2]).permute((0, 1, 3, 2, 4)).reshape(x.shape)

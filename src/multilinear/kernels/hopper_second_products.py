@@ -11,7 +11,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from multilinear.kernels.hopper_names import load_tile
-from multilinear.kernels.hopper_parts import accumulator, operand, release, slot_of, start_ring, times_columns, zeros
+from multilinear.kernels.hopper_parts import (
+    accumulator,
+    operand,
+    own_place,
+    release,
+    slot_of,
+    start_ring,
+    times_columns,
+    zeros,
+)
 from multilinear.kernels.hopper_products import put_rows
 
 
@@ -137,8 +146,7 @@ def write(ptr, x, i, WIDTH: gl.constexpr, STRIDE: gl.constexpr, COLUMN: gl.const
 @gluon.jit
 def write_hidden(which: gl.constexpr, line, sums, j, C: gl.constexpr, R2: gl.constexpr):
     """What belongs to 64 hidden channels: rows of both branches stand in turns of 32, columns of the rest behind."""
-    r = gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(64)))
-    r = r & 33 | (r & 6) << 2 | (r & 24) >> 2  # back from the order of `own_columns`
+    r = own_place(gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(64))))
     if which < 2:
         i = 128 * j + r // 32 * 64 + 32 * which + r % 32
         for k in gl.static_range(C // 64):
