@@ -13,7 +13,7 @@ from test_block import agrees_with_fake, close_gradients, error, exact, perturbe
 from torch.nn import functional as F
 
 from multilinear import kernels
-from multilinear.kernels import hopper, hopper_plans
+from multilinear.kernels import hopper, hopper_plans, launch_merged
 from multilinear.layers import PolyBlock
 
 
@@ -29,7 +29,7 @@ def in_turns(matrix, height):
 
 
 def forward_in_plain_code(x, out, keep, n, branches, stats, ready, roots, s, forms, eps, save):
-    """What `hopper.mu2_merged` does."""
+    """What `launch_merged.mu2_merged` does."""
     rows, vectors = x.view(-1, s.channels), ready.vectors
     normed = F.layer_norm(rows, (s.channels,), vectors[: s.channels], vectors[s.channels : 2 * s.channels], eps)
     if roots is None:
@@ -58,7 +58,7 @@ def apart(branches):
 
 
 def back_in_plain_code(grad, n, branches, stats, inner, taken, dn, ready, s, forms):
-    """What `hopper.mu2_merged_back` does."""
+    """What `launch_merged.mu2_merged_back` does."""
     scales, root = stats[:, :2], stats[:, 2:].sqrt()
     inner.copy_((grad.view(len(n), -1) @ ready.C2) * root)
     second, first = apart(branches)
@@ -76,7 +76,7 @@ def back_in_plain_code(grad, n, branches, stats, inner, taken, dn, ready, s, for
 
 
 def products_in_plain_code(grad, n, branches, inner, taken, s):
-    """What `hopper.second_products` does, in lines that are shares of the tokens."""
+    """What `launch_merged.second_lines` does, in lines that are shares of the tokens."""
     hidden, own = [], []
     for rows in torch.arange(len(n)).chunk(3):
         second, first = apart(branches[rows])
@@ -94,9 +94,9 @@ def merging():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(block, "merges", lambda weights: True)
-        patch.setattr(hopper, "mu2_merged", forward_in_plain_code)
-        patch.setattr(hopper, "mu2_merged_back", back_in_plain_code)
-        patch.setattr(hopper, "second_products", products_in_plain_code)
+        patch.setattr(launch_merged, "mu2_merged", forward_in_plain_code)
+        patch.setattr(launch_merged, "mu2_merged_back", back_in_plain_code)
+        patch.setattr(launch_merged, "second_lines", products_in_plain_code)
         yield
 
 
@@ -183,8 +183,8 @@ def test_prepared_weights_stay_while_kernels_are_compiled(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("images", "side"), [(1, 1), (5, 7), (1, 8), (797, 8), (1600, 8)])
 def test_cuda_inference_with_merged_branches(images, side, dtype, monkeypatch):
-    made, kernel, layer = [], hopper.mu2_merged, hopper.first_layer
-    monkeypatch.setattr(hopper, "mu2_merged", lambda *inputs: [made.append("second"), kernel(*inputs)])
+    made, kernel, layer = [], launch_merged.mu2_merged, hopper.first_layer
+    monkeypatch.setattr(launch_merged, "mu2_merged", lambda *inputs: [made.append("second"), kernel(*inputs)])
     monkeypatch.setattr(hopper, "first_layer", lambda *inputs: [made.append("first"), layer(*inputs)])
     block = perturbed(PolyBlock(192, shrinkage=4)).cuda().requires_grad_(False)
     x = (3 * torch.randn(images, side, side, 192, device="cuda") + 0.5).to(dtype)
@@ -221,8 +221,8 @@ def cases(dtype=torch.bfloat16, images=5, side=7):
 # (389, 7): tiles in turns, and one not full; sides of 8 have kernels of their own
 @pytest.mark.parametrize(("images", "side"), [(1, 1), (5, 7), (389, 7), (1, 8), (5, 8), (797, 8)])
 def test_cuda_training_with_merged_branches(images, side, dtype, monkeypatch):
-    made, kernel, last = [], hopper.second_products, hopper.image_back
-    monkeypatch.setattr(hopper, "second_products", lambda *inputs: [made.append(True), kernel(*inputs)][1])
+    made, kernel, last = [], launch_merged.second_lines, hopper.image_back
+    monkeypatch.setattr(launch_merged, "second_lines", lambda *inputs: [made.append(True), kernel(*inputs)][1])
     monkeypatch.setattr(hopper, "image_back", lambda *inputs: [made.append(side == 8), last(*inputs)][1])
     torch.manual_seed(0)
     block, x, grad, factors = cases(dtype, images, side)

@@ -7,7 +7,15 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS, block_forward, block_small, block_weights, hopper, hopper_plans
+from multilinear.kernels import (
+    BLOCK_PARAMETERS,
+    block_forward,
+    block_small,
+    block_weights,
+    hopper,
+    hopper_plans,
+    launch_merged,
+)
 from multilinear.kernels.block_sizes import (
     Prepared,
     Roots,
@@ -217,7 +225,7 @@ def poly_block_now(
     plan = hopper_plans.plan_for(s, save) if x.is_cuda else None
     if ready.merged:
         roots = Roots(*prepared[fields:]) if prepared[fields:] else None
-        hopper.mu2_merged(mid, out, keep2, n, d, stats2, ready, roots, s, offsets(s).forms, eps, save)
+        launch_merged.mu2_merged(mid, out, keep2, n, d, stats2, ready, roots, s, offsets(s).forms, eps, save)
     elif plan is not None:
         hopper.mu2(mid, out, keep2, n, d, stats2, ready, s, plan, offsets(s).forms, eps, save)
     else:

@@ -7,7 +7,15 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels import BLOCK_PARAMETERS, block_backward, block_sums, block_weights_back, hopper, hopper_plans
+from multilinear.kernels import (
+    BLOCK_PARAMETERS,
+    block_backward,
+    block_sums,
+    block_weights_back,
+    hopper,
+    hopper_plans,
+    launch_merged,
+)
 from multilinear.kernels.block import poly_block, poly_block_now
 from multilinear.kernels.block_sizes import (
     Prepared,
@@ -103,15 +111,15 @@ def _merged_layer(
     rows, rank, channels = mid.numel() // s.channels, s.rank2, s.channels
     inner, dn = (mid.new_empty(rows, width) for width in (rank, channels))
     taken = stats.new_empty(2, rows)
-    ends = hopper.mu2_merged_back(grad, n, both, stats, inner, taken, dn, ready, s, offsets(s).forms)
+    ends = launch_merged.mu2_merged_back(grad, n, both, stats, inner, taken, dn, ready, s, offsets(s).forms)
     out, sums = _through_shared_norm(dn, mid, grad, keep, ready, s, eps)
     terms = sums.new_empty(rank)
 
     def branches() -> None:
         matrix, bias = sums.new_empty(rank, channels), sums.new_empty(rank)
-        product = _second_products(grad, n, both, inner, taken, found["mu2.C.weight"], s)
-        merged = {"mu2.B.weight": matrix, "mu2.B.bias": bias}
-        _second_gradients(product, product, ends, terms, named, found | merged, ready, s)
+        product = launch_merged.second_products(grad, n, both, inner, taken, found["mu2.C.weight"], s)
+        factors = {"mu2.B.weight": matrix, "mu2.B.bias": bias}
+        _second_gradients(product, product, ends, terms, named, found | factors, ready, s)
         kernel, tall, wide = block_weights_back.factor_gradients, 64, 32
         programs = triton.cdiv(rank, tall) * triton.cdiv(s.low2, wide)
         programs += triton.cdiv(s.low2, tall) * triton.cdiv(channels + 1, wide)
@@ -123,22 +131,6 @@ def _merged_layer(
         )  # fmt: skip
 
     return out, sums, terms, [beside(branches, mid.device)]
-
-
-def _second_products(
-    grad: Tensor, n: Tensor, both: Tensor, inner: Tensor, taken: Tensor, weight: Tensor, s: Sizes
-) -> Tensor:
-    """Products over all tokens: those of merged branches with n, and behind them of n with itself; that with `grad` is
-    the gradient of a weight."""
-    hidden, own = hopper.second_products(grad, n, both, inner, taken, s)
-    product = hidden.new_empty(2 * (s.rank2 + s.channels), s.channels + 16)
-    columns = 256
-    launch(
-        block_sums.second_sums, sum(triton.cdiv(part, columns) for part in (hidden.shape[1], own.shape[1])) + 1,
-        hidden, len(hidden), own, len(own), product, weight, **constants(s, block_sums.second_sums.arg_names), ROWS=16,
-        COLUMNS=columns, num_warps=4,
-    )  # fmt: skip
-    return product
 
 
 def _second_gradients(

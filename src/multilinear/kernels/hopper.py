@@ -7,8 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
-from multilinear.kernels.block_sizes import Offsets, Prepared, Roots, Sizes
-from multilinear.kernels.hopper_plans import MERGED, PRODUCTS, REGISTERS, First, Plan, Return, Through
+from multilinear.kernels.block_sizes import Offsets, Prepared, Sizes
+from multilinear.kernels.hopper_plans import PRODUCTS, REGISTERS, First, Plan, Return, Through
 from multilinear.kernels.launch import launch
 
 
@@ -21,7 +21,8 @@ def pieces(low: int, chunk: int) -> tuple[int, int]:
 
 
 @lru_cache
-def _processors(device: torch.device) -> int:
+def processors(device: torch.device) -> int:
+    """How many programs run at a time."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -42,7 +43,7 @@ def _layout(width: int) -> Any:
     return language.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=2)
 
 
-def _tiles(matrix: Tensor, height: int, width: int) -> Any:
+def tiled(matrix: Tensor, height: int, width: int) -> Any:
     """A matrix of which tiles are copied."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -58,9 +59,9 @@ def lift(
     rows, low = len(u), max(16, triton.next_power_of_2(s.low1))
     groups = triton.cdiv(rows, 64 * plan.groups)
     launch(
-        hopper_lift.lift, min(groups, plan.programs * _processors(x.device)),
-        _tiles(x.view(rows, -1), 64, 64), _tiles(u, 64, 64), _tiles(u, 64, low), _tiles(ready.lifting, 64, 64),
-        _tiles(ready.lifting, low, 64), norms, ready.vectors, groups, rows, eps, C=s.channels, L1=s.low1, LOW=low,
+        hopper_lift.lift, min(groups, plan.programs * processors(x.device)),
+        tiled(x.view(rows, -1), 64, 64), tiled(u, 64, 64), tiled(u, 64, low), tiled(ready.lifting, 64, 64),
+        tiled(ready.lifting, low, 64), norms, ready.vectors, groups, rows, eps, C=s.channels, L1=s.low1, LOW=low,
         BIAS=bias, GROUPS=plan.groups, TILES=plan.tiles, TRAIN=save, REGISTERS=plan.registers, num_warps=4,
         maxnreg=plan.registers,
     )  # fmt: skip
@@ -77,9 +78,9 @@ def mu1(
     rows = len(u)
     groups = triton.cdiv(rows, 64 * plan.groups)
     launch(
-        hopper_mu1.mu1, min(groups, plan.programs * _processors(x.device)),
-        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(ready.B1, 64, 16),
-        _tiles(ready.C1, 64, 64), u, stats, keep, ready.vectors, groups, rows, height * width, height, width,
+        hopper_mu1.mu1, min(groups, plan.programs * processors(x.device)),
+        tiled(x.view(rows, -1), 64, 64), tiled(out.view(rows, -1), 64, 64), tiled(ready.B1, 64, 16),
+        tiled(ready.C1, 64, 64), u, stats, keep, ready.vectors, groups, rows, height * width, height, width,
         reciprocal(height), reciprocal(width), eps, C=s.channels, L1=s.low1, LOWS=triton.cdiv(s.low1, 16),
         STRIDE=u.stride(0), MU1=start, GROUPS=plan.groups, TILES=plan.tiles, TRAIN=save, DROP=keep is not None,
         REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
@@ -97,9 +98,9 @@ def first_layer(
     groups = triton.cdiv(rows, 128)
     limit = REGISTERS[2][1]
     launch(
-        hopper_image.first_layer, min(groups, _processors(x.device)),
-        *(_tiles(part.view(rows, -1), 128, 64) for part in (x, out, u if save else x)), _tiles(ready.lifting, 64, 64),
-        _tiles(ready.C1, 64, 64), _tiles(ready.B1, 64, 16), norms, stats, keep, ready.vectors, groups, rows, eps,
+        hopper_image.first_layer, min(groups, processors(x.device)),
+        *(tiled(part.view(rows, -1), 128, 64) for part in (x, out, u if save else x)), tiled(ready.lifting, 64, 64),
+        tiled(ready.C1, 64, 64), tiled(ready.B1, 64, 16), norms, stats, keep, ready.vectors, groups, rows, eps,
         C=s.channels, L1=s.low1, BIAS=place.bias, MU1=place.mu1, SLOTS=slots, TRAIN=save, DROP=keep is not None,
         num_warps=8, maxnreg=limit,
     )  # fmt: skip
@@ -116,12 +117,12 @@ def mu1_back(
     height, width = grad.shape[-3:-1]
     j, rows = plan.chunk, len(u)
     groups = triton.cdiv(rows, 64 * plan.groups)
-    programs = min(groups, plan.programs * _processors(u.device))
+    programs = min(groups, plan.programs * processors(u.device))
     sums = stats.new_empty(programs * plan.groups, 4, s.channels)
     launch(
         hopper_mu1_back.mu1_back, programs,
-        _tiles(grad.view(rows, -1), 64, 64), _tiles(h, 64, j), _tiles(E, 64, j), _tiles(db, 64, j), _tiles(E, 64, 16),
-        _tiles(d, 64, 16), _tiles(ready.B1, j, 16), _tiles(ready.C1, 64, j), _tiles(u, 64, j), _tiles(u, 64, 16), u,
+        tiled(grad.view(rows, -1), 64, 64), tiled(h, 64, j), tiled(E, 64, j), tiled(db, 64, j), tiled(E, 64, 16),
+        tiled(d, 64, 16), tiled(ready.B1, j, 16), tiled(ready.C1, 64, j), tiled(u, 64, j), tiled(u, 64, 16), u,
         norms, stats, keep, ready.vectors, sums, groups, rows, height * width, height, width, reciprocal(height),
         reciprocal(width), C=s.channels, L1=s.low1, LOWS=triton.cdiv(s.low1, 16), STRIDE=u.stride(0), MU1=start, J=j,
         GROUPS=plan.groups, TILES=plan.tiles, DROP=keep is not None, IMAGE=image, REGISTERS=plan.registers,
@@ -143,85 +144,15 @@ def mu2(
     groups = triton.cdiv(rows, 64 * plan.groups)
     registers, limit = REGISTERS[plan.groups]
     launch(
-        hopper_mu2.mu2, min(groups, _processors(x.device)),
-        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(n if save else ready.A2, 64, 64),
-        _tiles(ready.A2, j, 64), _tiles(ready.A2, j, 16), _tiles(ready.B2, j, j), _tiles(ready.B2, j, tail or 16),
-        _tiles(ready.C2, 64, j), _tiles(ready.gram, j, 64), _tiles(ready.D2, j, 64), _tiles(ready.low_gram, j, j),
-        _tiles(ready.low_gram, j, tail or 16), keep, n, d, stats, ready.vectors, groups, rows, tokens, eps,
+        hopper_mu2.mu2, min(groups, processors(x.device)),
+        tiled(x.view(rows, -1), 64, 64), tiled(out.view(rows, -1), 64, 64), tiled(n if save else ready.A2, 64, 64),
+        tiled(ready.A2, j, 64), tiled(ready.A2, j, 16), tiled(ready.B2, j, j), tiled(ready.B2, j, tail or 16),
+        tiled(ready.C2, 64, j), tiled(ready.gram, j, 64), tiled(ready.D2, j, 64), tiled(ready.low_gram, j, j),
+        tiled(ready.low_gram, j, tail or 16), keep, n, d, stats, ready.vectors, groups, rows, tokens, eps,
         C=s.channels, R2=s.rank2, L2=s.low2, P2=whole, TAIL=tail, J=j, GROUPS=plan.groups, SLOTS=plan.slots,
         SLOTS_C=plan.slots_c, STAGED=plan.staged, STAGED_LOW=plan.staged_low, SPARE=plan.spare,
         FORMS=forms, TRAIN=save, DROP=keep is not None, REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
-
-
-def mu2_merged(
-    x: Tensor, out: Tensor, keep: Tensor | None, n: Tensor, branches: Tensor, stats: Tensor, ready: Prepared,
-    roots: Roots | None, s: Sizes, forms: int, eps: float, save: bool,
-) -> None:  # fmt: skip
-    """What `mu2` does, with merged branches; `save` for training, and roots for inference if there are any."""
-    from multilinear.kernels import hopper_merged
-
-    plan = MERGED[s.channels, s.low2]
-    rows, tokens = x.numel() // s.channels, x.shape[-3] * x.shape[-2]
-    groups = triton.cdiv(rows, 64 * 2)
-    registers, limit = REGISTERS[2]
-    form, linear = roots or (ready.stack, ready.vectors[forms:])
-    launch(
-        hopper_merged.mu2_merged, min(groups, _processors(x.device)),
-        _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(n if save else ready.C2, 64, 64),
-        _tiles(ready.A2, 128, 64), _tiles(ready.A2, 128, 16), _tiles(ready.C2, 64, 64), _tiles(form, 128, 64),
-        keep, n, branches, stats, ready.vectors, linear, groups, rows, tokens, eps, C=s.channels, R2=s.rank2, GROUPS=2,
-        SLOTS=plan.slots, SLOTS_C=plan.slots_c, ROOTS=roots is not None, TRAIN=save, DROP=keep is not None,
-        REGISTERS=registers, num_warps=4, maxnreg=limit,
-    )  # fmt: skip
-
-
-def mu2_merged_back(
-    grad: Tensor, n: Tensor, branches: Tensor, stats: Tensor, inner: Tensor, taken: Tensor, dn: Tensor, ready: Prepared,
-    s: Sizes, forms: int,
-) -> Tensor:  # fmt: skip
-    """The way back through that to n: the gradient of the product of both branches, the numbers that multiply n in what
-    their norms take, and n's own gradient. Parts of the sums of those numbers."""
-    from multilinear.kernels import hopper_merged_back
-
-    plan = MERGED[s.channels, s.low2]
-    rows = len(n)
-    groups = triton.cdiv(rows, 64 * 2)
-    programs = min(groups, _processors(n.device))
-    registers, limit = REGISTERS[2]
-    ends = stats.new_empty(2 * programs, 2)
-    launch(
-        hopper_merged_back.mu2_merged_back, programs,
-        _tiles(grad.view(rows, -1), 64, 64), _tiles(n, 64, 64), _tiles(branches, 64, 32), _tiles(dn, 64, 64),
-        _tiles(ready.A2, 64, 64), _tiles(ready.A2, 64, 16), _tiles(ready.C2, 64, 32), _tiles(ready.stack, 64, 64),
-        inner, stats, taken, ends, ready.vectors[forms:], groups, rows, C=s.channels, R2=s.rank2, GROUPS=2,
-        SLOTS=plan.back_slots, SLOTS_C=plan.back_slots_c, STAGES=plan.stages, REGISTERS=registers, num_warps=4,
-        maxnreg=limit,
-    )  # fmt: skip
-    return ends
-
-
-def second_products(
-    grad: Tensor, n: Tensor, branches: Tensor, inner: Tensor, taken: Tensor, s: Sizes
-) -> tuple[Tensor, Tensor]:
-    """Lines that add up to products over all tokens: of both branches' gradients with n and its extras, and of `grad`
-    with the product of the branches; and such of n, multiplied with the numbers taken, with n and its extras."""
-    from multilinear.kernels import hopper_second_products
-
-    plan, rows, channels, rank = MERGED[s.channels, s.low2], len(n), s.channels, s.rank2
-    blocks, programs = triton.cdiv(rows, 32), _processors(n.device)
-    norms = min(blocks, max(1, programs // plan.share))
-    splits = min(blocks, max(1, (programs - 2 * norms) // (rank // 64)))
-    hidden = taken.new_empty(splits, 2 * rank * (channels + 16) + channels * rank)
-    own = taken.new_empty(norms, 2 * channels * (channels + 16))
-    registers, limit = REGISTERS[3]
-    launch(
-        hopper_second_products.second_products, rank // 64 * splits + 2 * norms,
-        _tiles(branches, 32, 64), _tiles(inner, 32, 64), _tiles(n, 32, 64), _tiles(n, 32, 16),
-        _tiles(grad.view(rows, -1), 32, 64), taken, hidden, own, blocks, splits, rows, C=channels, R2=rank,
-        STAGES=plan.product_stages, REGISTERS=registers, num_warps=4, maxnreg=limit,
-    )  # fmt: skip
-    return hidden, own
 
 
 def mu2_back(
@@ -237,17 +168,17 @@ def mu2_back(
     whole, tail = pieces(s.low2, j)
     narrow = tail or 16
     groups = triton.cdiv(rows, 64 * plan.groups)
-    programs = min(groups, _processors(n.device))
+    programs = min(groups, processors(n.device))
     registers, limit = REGISTERS[plan.groups]
     out = torch.empty_like(x)
     sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
     launch(
         hopper_back.mu2_back, programs,
-        _tiles(grad.view(rows, -1), 64, 64), _tiles(n, 64, 64), _tiles(n, 64, 16), _tiles(d, 64, j),
-        _tiles(d, 64, narrow), _tiles(x.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64), _tiles(h, 64, j),
-        _tiles(P, 64, j), _tiles(Q, 64, j), _tiles(P, 64, 64), _tiles(ready.A2, j, 64), _tiles(ready.A2, j, 16),
-        _tiles(ready.B2, j, j), _tiles(ready.B2, j, narrow), _tiles(ready.C2, 64, j), _tiles(ready.low_gram, j, j),
-        _tiles(ready.low_gram, j, narrow), _tiles(ready.D2, j, 64), _tiles(ready.gram, j, 64),
+        tiled(grad.view(rows, -1), 64, 64), tiled(n, 64, 64), tiled(n, 64, 16), tiled(d, 64, j),
+        tiled(d, 64, narrow), tiled(x.view(rows, -1), 64, 64), tiled(out.view(rows, -1), 64, 64), tiled(h, 64, j),
+        tiled(P, 64, j), tiled(Q, 64, j), tiled(P, 64, 64), tiled(ready.A2, j, 64), tiled(ready.A2, j, 16),
+        tiled(ready.B2, j, j), tiled(ready.B2, j, narrow), tiled(ready.C2, 64, j), tiled(ready.low_gram, j, j),
+        tiled(ready.low_gram, j, narrow), tiled(ready.D2, j, 64), tiled(ready.gram, j, 64),
         stats, P, Q, ready.vectors, keep, sums, groups, rows, tokens, eps,
         C=s.channels, R2=s.rank2, L2=s.low2, P2=whole, TAIL=tail, J=j, GROUPS=plan.groups, SLOTS=plan.slots,
         SLOTS_C=plan.slots_c, FORMS=forms, SP=P.stride(0), SQ=Q.stride(0), DROP=keep is not None,
@@ -264,14 +195,14 @@ def norm_back(
 
     rows, tokens = len(P), x.shape[-3] * x.shape[-2]
     groups = triton.cdiv(rows, 64 * plan.groups)
-    programs = min(groups, _processors(x.device))
+    programs = min(groups, processors(x.device))
     registers, limit = REGISTERS[plan.groups]
     out = torch.empty_like(x)
     sums = x.new_empty(programs * plan.groups, 3, s.channels, dtype=torch.float32)
     launch(
         hopper_norm_back.norm_back, programs,
-        _tiles(P, 64, 64), _tiles(x.view(rows, -1), 64, 64), _tiles(grad.view(rows, -1), 64, 64),
-        _tiles(out.view(rows, -1), 64, 64), _tiles(ready.stack, plan.rows, 128), _tiles(ready.stack, plan.rows, 64),
+        tiled(P, 64, 64), tiled(x.view(rows, -1), 64, 64), tiled(grad.view(rows, -1), 64, 64),
+        tiled(out.view(rows, -1), 64, 64), tiled(ready.stack, plan.rows, 128), tiled(ready.stack, plan.rows, 64),
         keep, ready.vectors, sums, groups, rows, tokens, eps, C=s.channels, SP=P.shape[1], J=plan.rows,
         GROUPS=plan.groups, TILES=plan.tiles, SLOTS=plan.slots, DROP=keep is not None, REGISTERS=registers,
         num_warps=4, maxnreg=limit,
@@ -289,13 +220,13 @@ def lift_back(
 
     height, width = x.shape[-3:-1]
     rows = len(E)
-    programs = min(triton.cdiv(rows, 64 * plan.groups), _processors(x.device))
+    programs = min(triton.cdiv(rows, 64 * plan.groups), processors(x.device))
     out, du = torch.empty_like(x), torch.empty_like(E)
     sums = x.new_empty(programs * plan.groups, s.channels + 2 * E.stride(0), dtype=torch.float32)
     launch(
         hopper_lift_back.lift_back, programs,
-        _tiles(x.view(rows, -1), 64, 64), _tiles(grad.view(rows, -1), 64, 64), _tiles(out.view(rows, -1), 64, 64),
-        _tiles(du, 64, 64), _tiles(ready.lifting, 64, 64), _tiles(ready.lifting, 16, 64), E.view(torch.int32), keep,
+        tiled(x.view(rows, -1), 64, 64), tiled(grad.view(rows, -1), 64, 64), tiled(out.view(rows, -1), 64, 64),
+        tiled(du, 64, 64), tiled(ready.lifting, 64, 64), tiled(ready.lifting, 16, 64), E.view(torch.int32), keep,
         norms, ready.vectors, sums, rows, height, width, reciprocal(height), reciprocal(width), C=s.channels,
         L1=s.low1, STRIDE=E.stride(0), GROUPS=plan.groups, TILES=plan.tiles, STAGES=plan.spare, DROP=keep is not None,
         REGISTERS=plan.registers, num_warps=4, maxnreg=plan.registers,
@@ -310,13 +241,13 @@ def image_back(
     from multilinear.kernels import hopper_image_back
 
     rows = len(du)
-    programs = min(triton.cdiv(rows, 64 * plan.groups), _processors(x.device))
+    programs = min(triton.cdiv(rows, 64 * plan.groups), processors(x.device))
     out = torch.empty_like(x)
     sums = x.new_empty(programs * plan.groups, s.channels + 2 * du.stride(0), dtype=torch.float32)
     launch(
         hopper_image_back.image_back, programs,
-        *(_tiles(part.view(rows, -1), 64, 64) for part in (x, grad, out, du)), _tiles(ready.lifting, 64, 64),
-        _tiles(ready.lifting, 16, 64), keep, norms, ready.vectors, sums, rows, C=s.channels, L1=s.low1,
+        *(tiled(part.view(rows, -1), 64, 64) for part in (x, grad, out, du)), tiled(ready.lifting, 64, 64),
+        tiled(ready.lifting, 16, 64), keep, norms, ready.vectors, sums, rows, C=s.channels, L1=s.low1,
         STRIDE=du.stride(0), GROUPS=plan.groups, DROP=keep is not None, REGISTERS=plan.registers, num_warps=4,
         maxnreg=plan.registers,
     )  # fmt: skip
@@ -339,14 +270,14 @@ def first_products(
 
     rows, channels, lifted, low = len(du), s.channels, du.shape[1], d.shape[1]
     tokens, stages = PRODUCTS[channels]
-    blocks, programs, groups = triton.cdiv(rows, tokens), _processors(x.device), channels // 64
+    blocks, programs, groups = triton.cdiv(rows, tokens), processors(x.device), channels // 64
     split = _share(blocks, programs, lifted + channels, 3 * channels + low)
     first = x.new_empty(split, lifted, channels, dtype=torch.float32)
     rest = x.new_empty(programs - split, channels * (channels + low), dtype=torch.float32)
     registers, limit = REGISTERS[groups]
     launch(
         hopper_products.first_products, programs,
-        *(_tiles(matrix.view(rows, -1), tokens, 64) for matrix in (du, x, grad, h, db, d)), first, rest, blocks,
+        *(tiled(matrix.view(rows, -1), tokens, 64) for matrix in (du, x, grad, h, db, d)), first, rest, blocks,
         split, C=channels, US=lifted, SD1=low, TOKENS=tokens, STAGES=stages, REGISTERS=registers, num_warps=4,
         maxnreg=limit,
     )  # fmt: skip
