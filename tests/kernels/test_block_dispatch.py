@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from multilinear import kernels
+from multilinear.kernels import hopper_plans
 from multilinear.layers import MuLayer, PolyBlock, prepare_ahead, spatial_shift
 from multilinear.layers.mu import StochasticDepth
 from multilinear.models.monet import default_cfgs
@@ -83,6 +84,15 @@ def test_sizes_that_are_served():
     assert kernels.block_serves(most, 64, (64, 192), (16, 48))
     assert not kernels.block_serves(most + 1, 64, (64, 192), (16, 48))
     assert not kernels.block_serves(2**31 // 1024, 64, (512, 16), (512, 4))  # the first Mu-Layer's is wider
+
+
+def test_branches_that_are_kept_count_as_well(monkeypatch):
+    """In training both of them stand side by side, and are written by places of 32 bits."""
+    sizes = 192, (192, 576), (48, 144)
+    for merged, columns in ((None, 928), ("a plan", 1152)):
+        monkeypatch.setattr(hopper_plans, "plan_merged", lambda _, merged=merged: merged)
+        most = (2**31 - 1) // columns
+        assert kernels.block_serves(most, *sizes) and not kernels.block_serves(most + 1, *sizes)
 
 
 def test_never_on_the_cpu(monkeypatch):

@@ -156,9 +156,11 @@ def block_serves(rows: int, channels: int, ranks: tuple[int, int], lows: tuple[i
     True
     """
     from multilinear.kernels.block_sizes import Sizes, align
+    from multilinear.kernels.hopper_plans import plan_merged
 
     sizes = Sizes(channels, ranks[0], lows[0], ranks[1], lows[1])
-    widest = max(align(sizes.rank2 + channels + sizes.low2 + 8, 32), sizes.rank1 + sizes.low1 + 8)
+    kept = 0 if plan_merged(sizes) is None else 2 * sizes.rank2
+    widest = max(align(sizes.rank2 + channels + sizes.low2 + 8, 32), sizes.rank1 + sizes.low1 + 8, kept)
     return sizes.served() and rows * widest < 2**31  # places in memory are numbers of 32 bits
 
 

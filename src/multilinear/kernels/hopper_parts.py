@@ -1,7 +1,7 @@
 """What the Hopper kernels are made of: layouts of tiles, rings of tiles that copies fill, and products on their way.
 
 A tile has 64 tokens, a row for each, and belongs to one group of four warps; in `hopper_image` it has 128 and eight
-warps. All of it is Triton's Gluon.
+warps, in products over all tokens often fewer. All of it is Triton's Gluon.
 """
 
 from triton.experimental import gluon

@@ -14,17 +14,11 @@ def mu2_merged(
     x: Tensor, out: Tensor, keep: Tensor | None, n: Tensor, branches: Tensor, stats: Tensor, ready: Prepared,
     roots: Roots | None, s: Sizes, forms: int, eps: float, save: bool,
 ) -> None:  # fmt: skip
-    """What `mu2` does, with merged branches; `save` for training, and roots for inference if there are any."""
+    """What `hopper.mu2` does, with merged branches; `save` for training, and roots for inference if there are any."""
     from multilinear.kernels import hopper_merged
 
     plan = MERGED[s.channels, s.low2]
     rows, tokens = x.numel() // s.channels, x.shape[-3] * x.shape[-2]
-    most = (2**31 - 1) // (2 * s.rank2)  # places of what is kept are counted in 32 bits
-    if save and rows > most:
-        raise ValueError(
-            f"a batch of {rows} tokens is more than the {most} that the kernels train on at a time: take smaller "
-            "batches, or set MULTILINEAR_KERNELS=0"
-        )
     groups = triton.cdiv(rows, 64 * 2)
     registers, limit = REGISTERS[2]
     form, linear = roots or (ready.stack, ready.vectors[forms:])
