@@ -28,18 +28,24 @@ def in_turns(matrix, height):
     return matrix.unflatten(0, (-1, 2, height)).transpose(0, 1).flatten(1, 2)
 
 
+def of_tokens(keep, rows):
+    """What became of the layer, for each token."""
+    return torch.ones(rows) if keep is None else keep.repeat_interleave(rows // len(keep))
+
+
 def forward_in_plain_code(x, out, keep, n, branches, stats, ready, roots, s, forms, eps, save):
     """What `launch_merged.mu2_merged` does."""
     rows, vectors = x.view(-1, s.channels), ready.vectors
-    normed = F.layer_norm(rows, (s.channels,), vectors[: s.channels], vectors[s.channels : 2 * s.channels], eps)
+    normed = F.layer_norm(rows, (s.channels,), eps=eps)  # the weights have taken up its scale and shift
     if roots is None:
         linear, last = vectors[forms:][: 2 * s.channels], vectors[forms:][2 * s.channels :]
-        parts = (normed @ in_turns(ready.stack, 64).mT + in_turns(linear, 64)[:, None]) * normed
+        upper = in_turns(ready.stack[2 * s.channels :], 64)
+        parts = (normed @ upper.mT + in_turns(linear, 64)[:, None]) * normed
     else:
         linear, last = roots.linear[:-2], roots.linear[-2:]
         parts = (normed @ in_turns(roots.roots, 64).mT + in_turns(linear, 64)[:, None]).square()
     scales = ((parts.sum(-1).T + last[:2]) / s.rank2 + eps).rsqrt()
-    kept = torch.ones(len(rows)) if keep is None else keep.repeat_interleave(len(rows) // len(keep))
+    kept = of_tokens(keep, len(rows))
     both = scales.prod(1) * kept
     beside = torch.cat([normed, extras_of(scales)], 1)
     first, second = beside @ in_turns(ready.A2, 32).mT
@@ -49,7 +55,8 @@ def forward_in_plain_code(x, out, keep, n, branches, stats, ready, roots, s, for
         n.copy_(beside)
         pair = torch.stack([second, first]) * both.sqrt()[:, None]
         branches.copy_(pair.unflatten(2, (-1, 64)).permute(1, 2, 0, 3).flatten(1))
-        stats.copy_(torch.cat([scales, both[:, None]], 1))
+        deviation = rows.var(1, correction=0, keepdim=True).add(eps).rsqrt()
+        stats.copy_(torch.cat([scales, both[:, None], deviation], 1))
 
 
 def apart(branches):
@@ -57,22 +64,27 @@ def apart(branches):
     return branches.unflatten(1, (-1, 2, 64)).permute(2, 0, 1, 3).flatten(2)
 
 
-def back_in_plain_code(grad, n, branches, stats, inner, taken, dn, ready, s, forms):
+def back_in_plain_code(grad, n, branches, stats, keep, inner, taken, out, ready, s, forms):
     """What `launch_merged.mu2_merged_back` does."""
-    scales, root = stats[:, :2], stats[:, 2:].sqrt()
-    inner.copy_((grad.view(len(n), -1) @ ready.C2) * root)
+    scales, root = stats[:, :2], stats[:, 2:3].sqrt()
+    grad = grad.view(len(n), -1)
+    inner.copy_((grad @ ready.C2) * root)
     second, first = apart(branches)
     products = torch.stack([inner * second, inner * first]) @ in_turns(ready.A2, 32)
     shifts = torch.stack([products[0, :, s.channels + 2], products[1, :, s.channels + 7]], 1)
     # the rest of the shift is in a column of its own
     shifts += torch.stack([products[0, :, s.channels + 4], products[1, :, s.channels + 9]], 1)
-    along = (grad.view(len(n), -1) @ ready.C2 * first * second).sum(1, keepdim=True)
+    along = (grad @ ready.C2 * first * second).sum(1, keepdim=True)
+    taken = taken.zero_()[:, : len(n)]  # zeros at the end
     taken.copy_(((shifts - scales * along) * scales / s.rank2).T)
     normed = n[:, : s.channels]
     linear = in_turns(ready.vectors[forms:][: 2 * s.channels], 64)
-    forms_of_n = normed @ in_turns(ready.stack, 64) + linear[:, None] / 2
-    dn.copy_(products[..., : s.channels].sum(0) + (taken[..., None] * forms_of_n).sum(0))
-    return torch.stack([part.sum(0) for part in taken.T.chunk(3)])
+    forms_of_n = normed @ in_turns(ready.stack[: 2 * s.channels], 64) + linear[:, None] / 2
+    dn = products[..., : s.channels].sum(0) + (taken[..., None] * forms_of_n).sum(0)
+    dn = dn - dn.mean(1, keepdim=True) - normed * (dn * normed).mean(1, keepdim=True)
+    out.copy_((grad + dn * stats[:, 3:]).view_as(out))
+    kept = grad * of_tokens(keep, len(n))[:, None]
+    return [torch.stack([part.sum(0) for part in rows.chunk(3)]) for rows in (taken.T, kept)]
 
 
 def products_in_plain_code(grad, n, branches, inner, taken, s):
@@ -136,10 +148,11 @@ def interpret_roots():
         prepared = prepare_now(weights_of(block), torch.float32)
     roots = roots_of(prepared)
     n = torch.randn(7, 128).double()
-    mu = copy.deepcopy(block).double().mu2
+    whole = copy.deepcopy(block).double()
+    mu, behind = whole.mu2, n * whole.norm1.weight + whole.norm1.bias
     linear = in_turns(roots.linear[:-2], 64)
     squares = (n @ in_turns(roots.roots, 64).double().mT + linear[:, None]).square().sum(-1).T + roots.linear[-2:]
-    variances = torch.stack([branch.var(-1, correction=0) for branch in (mu.A(n), mu.B(mu.D(n)))], -1)
+    variances = torch.stack([branch.var(-1, correction=0) for branch in (mu.A(behind), mu.B(mu.D(behind)))], -1)
     assert error(squares / 384, variances) < 1e-6
     assert roots.roots.view(2, 2, 64, 128)[1, :, :, :64].abs().max() == 0  # blocks that are not read
     x = torch.randn(2, 3, 3, 128)

@@ -41,7 +41,7 @@ def _new(weights: Sequence[Tensor], dtype: torch.dtype, merged: bool) -> Prepare
     s, new = sizes_of(weights), weights[0].new_empty
     wide = s.channels
     if merged:
-        last, low = [(2 * s.rank2, wide + 16), (0,), (wide, s.rank2), (2 * wide, wide), (0,)], wide
+        last, low = [(2 * s.rank2, wide + 16), (0,), (wide, s.rank2), (4 * wide, wide), (0,)], wide
     else:
         last, low = [(s.rank2, wide + 16), (s.rank2, s.low2 + 16), (wide, s.rank2),
                      (s.rank2 + wide + 8 + s.low2, wide), (s.rank2 + s.low2 + 8, s.low2)], s.low2  # fmt: skip
@@ -53,15 +53,24 @@ def _new(weights: Sequence[Tensor], dtype: torch.dtype, merged: bool) -> Prepare
 
 
 def _merged_factors(named: dict[str, Tensor], s: Sizes) -> dict[str, Tensor]:
-    """The parameters with both matrices of the second branch, and their biases, in the place of its last."""
-    B, b, D, d = (named[f"mu2.{name}"] for name in ("B.weight", "B.bias", "D.weight", "D.bias"))
-    matrix, bias = (B.new_empty(shape, dtype=torch.float32) for shape in ((s.rank2, s.channels), (s.rank2,)))
+    """The parameters with both matrices of the second branch, and their biases, in the place of its last. These and the
+    first branch's bias have taken up the norm ahead of them."""
+    A, a, B, b, D, d = (named[f"mu2.{part}.{name}"] for part in "ABD" for name in ("weight", "bias"))
+    shapes = (s.rank2, s.channels), (s.rank2,), (s.rank2,), (s.low2,)
+    matrix, bias, first, low = (B.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    kernel, rows = block_weights.shift_biases, 16
+    launch(
+        kernel, triton.cdiv(s.rank2, rows) + triton.cdiv(s.low2, rows),
+        A, a, D, d, named["norm1.bias"], first, low, **constants(s, kernel.arg_names), ROWS=rows,
+        BLOCK=triton.next_power_of_2(s.channels), num_warps=4,
+    )  # fmt: skip
     kernel, tall, wide = block_weights.merge_factors, 64, 32
     launch(
         kernel, triton.cdiv(s.rank2, tall) * triton.cdiv(s.channels + 1, wide),
-        B, b, D, d, matrix, bias, **constants(s, kernel.arg_names), ROWS=tall, COLUMNS=wide, DEPTH=64, num_warps=4,
+        B, b, D, low, named["norm1.weight"], matrix, bias, **constants(s, kernel.arg_names), ROWS=tall, COLUMNS=wide,
+        DEPTH=64, num_warps=4,
     )  # fmt: skip
-    return named | {"mu2.B.weight": matrix, "mu2.B.bias": bias}
+    return named | {"mu2.B.weight": matrix, "mu2.B.bias": bias, "mu2.A.bias": first}
 
 
 def prepare_now(weights: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -206,8 +215,8 @@ def poly_block_now(
     save: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, statistics of x
-    (if a kernel for Hopper has them) and of the first layer, what the second's branches read (if they are merged, what
-    both read and what they give), and its statistics."""
+    (if a kernel for Hopper has them) and of the first layer, what the second's branches read, and its statistics. If its
+    branches are merged, in place of the value between the layers and of what they read, what both read and give."""
     fields = len(Prepared._fields)
     s, ready = sizes_of(weights), Prepared(*prepared[:fields])
     x = aligned(x)
@@ -218,7 +227,7 @@ def poly_block_now(
         return _few_tokens(x, ready, s, few, keep_border, eps), []
     u = x.new_empty(rows, align(s.rank1 + s.low1))
     out, mid = torch.empty_like(x), torch.empty_like(x)
-    stats1, stats2 = (x.new_empty((rows, 3) if save else 0, dtype=torch.float32) for _ in range(2))
+    stats1, stats2 = (x.new_empty((rows, 3 + more) if save else 0, dtype=torch.float32) for more in (0, ready.merged))
     norms = _new_norms(x, s) if save else x.new_empty(0)
     _first_layer(x, u, mid, norms, stats1, keep1, ready, s, keep_border, eps, save)
     n, d = (x.new_empty((rows, width) if save else 0) for width in _second_widths(s, ready.merged))
@@ -238,7 +247,7 @@ def poly_block_now(
             TRAIN=save, T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages,
             num_warps=tile.warps,
         )  # fmt: skip
-    return out, [u, mid, norms, stats1, n, d, stats2] if save else []
+    return out, [u, mid.new_empty(0) if ready.merged else mid, norms, stats1, n, d, stats2] if save else []
 
 
 # An operator that compilers see whole. It costs half a millisecond a call, which code that runs at once does without.
@@ -253,6 +262,8 @@ def _(
     rows = x.numel() // s.channels
     if not save:
         return torch.empty_like(x), []
-    stats1, stats2 = (x.new_empty(rows, 3, dtype=torch.float32) for _ in range(2))
-    u, n, d = (x.new_empty(rows, width) for width in (align(s.rank1 + s.low1), *_second_widths(s, merges(weights))))
-    return torch.empty_like(x), [u, torch.empty_like(x), _new_norms(x, s), stats1, n, d, stats2]
+    merged = merges(weights)
+    stats1, stats2 = (x.new_empty(rows, 3 + more, dtype=torch.float32) for more in (0, merged))
+    u, n, d = (x.new_empty(rows, width) for width in (align(s.rank1 + s.low1), *_second_widths(s, merged)))
+    mid = x.new_empty(0) if merged else torch.empty_like(x)
+    return torch.empty_like(x), [u, mid, _new_norms(x, s), stats1, n, d, stats2]

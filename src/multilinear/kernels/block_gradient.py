@@ -20,6 +20,7 @@ from multilinear.kernels.block import poly_block, poly_block_now
 from multilinear.kernels.block_sizes import (
     Prepared,
     Sizes,
+    align,
     aligned,
     chunk,
     chunk_of_many,
@@ -66,11 +67,12 @@ def _both_beside(branches: Callable[[], None], grad: Tensor, h: Tensor, weight: 
 def _second_layer(
     grad: Tensor, mid: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, named: Named, found: Named,
     ready: Prepared, s: Sizes, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, list[Callable[[], None]]]:  # fmt: skip
-    """The gradient of the value between the Mu-Layers, what is summed up on the way, the terms of alpha's gradient; and
-    functions: after the first those terms are there, after the last the gradients of the second Mu-Layer."""
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, list[Callable[[], None]]]:  # fmt: skip
+    """The gradient of the value between the Mu-Layers; what is summed up on the way, first for the norm's weight and bias
+    and then for the layer's last bias; the terms of alpha's gradient. And functions: after the first those terms are
+    there, after the last the gradients of the second Mu-Layer."""
     if ready.merged:
-        return _merged_layer(grad, mid, n, d, stats, keep, named, found, ready, s, eps)
+        return _merged_layer(grad, n, d, stats, keep, named, found, ready, s)
     rows, rank, low = mid.numel() // s.channels, s.rank2, s.low2
     fixed = constants(s, block_backward.mu2_back.arg_names)
     # a product over all tokens is faster with whole tiles; its rows for the columns past the last of P are not read
@@ -99,38 +101,39 @@ def _second_layer(
     def branches() -> None:
         _second_gradients(_product(wide, n), _product(Q, d), None, terms, named, found, ready, s)
 
-    return out, sums, terms, _both_beside(branches, grad, h, found["mu2.C.weight"])
+    return out, (sums[:, :2], sums[:, 2]), terms, _both_beside(branches, grad, h, found["mu2.C.weight"])
 
 
 def _merged_layer(
-    grad: Tensor, mid: Tensor, n: Tensor, both: Tensor, stats: Tensor, keep: Tensor | None, named: Named, found: Named,
-    ready: Prepared, s: Sizes, eps: float,
-) -> tuple[Tensor, Tensor, Tensor, list[Callable[[], None]]]:  # fmt: skip
-    """The same with merged branches, which are there, and whose gradients go on to n at once. The function after which
-    the terms are there is the last one."""
-    rows, rank, channels = mid.numel() // s.channels, s.rank2, s.channels
-    inner, dn = (mid.new_empty(rows, width) for width in (rank, channels))
-    taken = stats.new_empty(2, rows)
-    ends = launch_merged.mu2_merged_back(grad, n, both, stats, inner, taken, dn, ready, s, offsets(s).forms)
-    out, sums = _through_shared_norm(dn, mid, grad, keep, ready, s, eps)
-    terms = sums.new_empty(rank)
+    grad: Tensor, n: Tensor, both: Tensor, stats: Tensor, keep: Tensor | None, named: Named, found: Named,
+    ready: Prepared, s: Sizes,
+) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, list[Callable[[], None]]]:  # fmt: skip
+    """The same with merged branches, which are there, and whose gradients go on to the layer's input at once. What is
+    summed up for the norm comes from the gradients of the branches, and is there after the only function."""
+    rows, rank, channels = len(n), s.rank2, s.channels
+    out, inner, taken = torch.empty_like(grad), n.new_empty(rows, rank), stats.new_empty(2, align(rows, 32))
+    ends, last = launch_merged.mu2_merged_back(grad, n, both, stats, keep, inner, taken, out, ready, s, offsets(s).forms)
+    tall, wide = 64, 32
+    terms = stats.new_empty(rank)
+    lines = stats.new_empty(triton.cdiv(rank, tall) + triton.cdiv(s.low2, tall), 2, channels)
 
     def branches() -> None:
-        matrix, bias = sums.new_empty(rank, channels), sums.new_empty(rank)
+        names = "mu2.A.weight", "mu2.A.bias", "mu2.B.weight", "mu2.B.bias"
+        behind = {name: stats.new_empty((rank, channels) if "weight" in name else rank) for name in names}
         product = launch_merged.second_products(grad, n, both, inner, taken, found["mu2.C.weight"], s)
-        factors = {"mu2.B.weight": matrix, "mu2.B.bias": bias}
-        _second_gradients(product, product, ends, terms, named, found | factors, ready, s)
-        kernel, tall, wide = block_weights_back.factor_gradients, 64, 32
-        programs = triton.cdiv(rank, tall) * triton.cdiv(s.low2, wide)
-        programs += triton.cdiv(s.low2, tall) * triton.cdiv(channels + 1, wide)
+        _second_gradients(product, product, ends, terms, named, found | behind, ready, s)
+        kernel = block_weights_back.factor_gradients
+        across = triton.cdiv(channels + 1, wide)
+        programs = triton.cdiv(rank, tall) * (triton.cdiv(s.low2, wide) + across) + triton.cdiv(s.low2, tall) * across
         launch(
             kernel, programs,
-            matrix, bias, *(named[f"mu2.{name}"] for name in ("B.weight", "D.weight", "D.bias")),
-            *(found[f"mu2.{name}"] for name in ("B.weight", "B.bias", "D.weight", "D.bias")),
+            *behind.values(), *(named[f"mu2.{name}"] for name in ("A.weight", "B.weight", "D.weight", "D.bias")),
+            named["norm1.weight"], named["norm1.bias"],
+            *(found[f"mu2.{part}.{name}"] for part in "ABD" for name in ("weight", "bias")), lines,
             **constants(s, kernel.arg_names), ROWS=tall, COLUMNS=wide, DEPTH=128, num_warps=4, num_stages=1,
         )  # fmt: skip
 
-    return out, sums, terms, [beside(branches, mid.device)]
+    return out, (lines, last), terms, [beside(branches, n.device)]
 
 
 def _second_gradients(
@@ -223,14 +226,15 @@ def _first_layer(
 
 
 def _summed(
-    first: Tensor, mu1: Tensor, second: Tensor, lifting: Tensor, factor: Tensor, weight: Tensor, s: Sizes
+    first: Tensor, mu1: Tensor, second: tuple[Tensor, Tensor], lifting: Tensor, factor: Tensor, weight: Tensor, s: Sizes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rows that add up to the sums of the shared norm's first and second place and of the first Mu-Layer; the products
     for u and for a factor. These come as they are, or as lines that add up to them, the second of which begin with
     the gradient of a weight."""
     rows, columns = 128, 64
-    parts = min(32, triton.next_power_of_2(triton.cdiv(max(map(len, (first, second, mu1))), rows)))
-    widths = first.flatten(1).shape[1], 3 * s.channels, 4 * s.rank1
+    norm2, last2 = second
+    parts = min(32, triton.next_power_of_2(triton.cdiv(max(map(len, (first, norm2, last2, mu1))), rows)))
+    widths = first.flatten(1).shape[1], 2 * s.channels, s.channels, 4 * s.rank1
     out = first.new_empty(parts, sum(widths))
     kernel = block_sums.partial_sums
     fixed = constants(s, kernel.arg_names)
@@ -243,8 +247,8 @@ def _summed(
         lifting, factor = added
     launch(
         kernel, programs,
-        first, len(first), second, len(second), mu1, len(mu1), out, *lines, **fixed, LINE=widths[0], PARTS=parts,
-        ROWS=32, COLUMNS=columns, num_warps=2,
+        first, len(first), norm2, len(norm2), last2, len(last2), mu1, len(mu1), out, *lines, **fixed, LINE=widths[0],
+        LINE2=norm2.stride(0), LAST2=last2.stride(0), PARTS=parts, ROWS=32, COLUMNS=columns, num_warps=2,
     )  # fmt: skip
     return out, lifting, factor
 
@@ -278,8 +282,8 @@ def poly_block_backward_now(
         grad, x = aligned(grad), aligned(x)
         grad, sums2, terms, joins = _second_layer(grad, mid, n, d, stats2, keep2, named, found, ready, s, eps)
         grad, products, sums1 = _first_layer(grad, x, u, norms, stats1, keep1, found, ready, s, keep_border, eps)
-        sums, lifting, factor = _summed(*sums1, sums2, *products, found["mu1.C.weight"], s)
         joins[0]()
+        sums, lifting, factor = _summed(*sums1, sums2, *products, found["mu1.C.weight"], s)
         _finish(lifting, factor, sums, terms, named, found, s)
         for join in joins[1:]:
             join()

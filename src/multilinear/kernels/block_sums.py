@@ -29,20 +29,22 @@ def partial_sum(
 
 @triton.jit
 def partial_sums(
-    norm1_ptr, norm1_rows, norm2_ptr, norm2_rows, mu1_ptr, mu1_rows, to_ptr, first_ptr, first_rows, lifting_ptr,
+    norm1_ptr, norm1_rows, norm2_ptr, norm2_rows, last2_ptr, last2_rows, mu1_ptr, mu1_rows, to_ptr, first_ptr, first_rows, lifting_ptr,
     rest_ptr, rest_rows, weight_ptr, factor_ptr,
-    C: tl.constexpr, R1: tl.constexpr, US: tl.constexpr, SD1: tl.constexpr, LINE: tl.constexpr, PARTS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    C: tl.constexpr, R1: tl.constexpr, US: tl.constexpr, SD1: tl.constexpr, LINE: tl.constexpr, LINE2: tl.constexpr,
+    LAST2: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """What programs of the way back have summed up, up to PARTS rows: three vectors of each place of the shared norm,
-    or in place of those of the first the last of them and two for u, and four of the first Mu-Layer. And products over
+    or in place of those of the first the last of them and two for u, and four of the first Mu-Layer. Those of the
+    second place come as two, from lines that are LINE2 apart, and the last one, LAST2 apart. And products over
     all tokens from the lines that add up to them, if there are any: that for u, then of the others the gradient of a
     weight and one for a factor."""
     width: tl.constexpr = LINE + 3 * C + 4 * R1
     task = tl.program_id(0)
     task = partial_sum(task, mu1_ptr, mu1_rows, to_ptr + LINE + 3 * C, 4 * R1, 4 * R1, width, PARTS, ROWS, COLUMNS)
     task = partial_sum(task, norm1_ptr, norm1_rows, to_ptr, LINE, LINE, width, PARTS, ROWS, COLUMNS)
-    task = partial_sum(task, norm2_ptr, norm2_rows, to_ptr + LINE, 3 * C, 3 * C, width, PARTS, ROWS, COLUMNS)
+    task = partial_sum(task, norm2_ptr, norm2_rows, to_ptr + LINE, 2 * C, LINE2, width, PARTS, ROWS, COLUMNS)
+    task = partial_sum(task, last2_ptr, last2_rows, to_ptr + LINE + 2 * C, C, LAST2, width, PARTS, ROWS, COLUMNS)
     if first_ptr is not None:
         length: tl.constexpr = C * R1 + R1 * SD1
         task = partial_sum(task, first_ptr, first_rows, lifting_ptr, US * C, US * C, 0, 1, ROWS, COLUMNS)

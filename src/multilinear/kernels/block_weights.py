@@ -49,6 +49,12 @@ def load_both(weight_ptr, bias_ptr, r, j, ROWS: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
+def norm_scale_of(ptr, j, WIDTH: tl.constexpr):
+    """What columns of [W | w] are multiplied with if W takes up the scale of the norm ahead of it; 1 if there is none."""
+    return tl.where(j < WIDTH, load_vector(ptr, j, WIDTH), 1.0)[None, :] if ptr is not None else 1.0
+
+
+@triton.jit
 def in_turns(r, PLACE: tl.constexpr, RUN: tl.constexpr):
     """Where row r is if two matrices stand in turns, RUN rows of each, and this is the first or the second of them;
     r itself if RUN is 0."""
@@ -92,13 +98,14 @@ def pack_factor(
 
 @triton.jit
 def pack_branch(
-    task, weight_ptr, bias_ptr, scale_ptr, shift_ptr, alpha, one, matrix_ptr, stack_ptr, centred_ptr,
+    task, weight_ptr, bias_ptr, norm_ptr, scale_ptr, shift_ptr, alpha, one, matrix_ptr, stack_ptr, centred_ptr,
     R: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PLACE: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
     """The same with its norm's scale next to the columns that `extras` multiplies: the bias and the norm's shift, as
     stored and what that leaves. In turns with another branch it shares the matrix, and has its extras behind the
-    other's; else it is also put on the stack. And without the scale in float32."""
+    other's; else it is also put on the stack. And without the scale in float32. With the scale of the norm ahead of it,
+    that is part of the matrix."""
     height: tl.constexpr = R if RUN == 0 else 2 * R
     programs: tl.constexpr = W // COLUMNS + 1
     if (task >= 0) & (task < programs):
@@ -107,7 +114,7 @@ def pack_branch(
         mean = mean_of(weight_ptr, bias_ptr, j, R, W, ROWS, COLUMNS)
         for start in range(0, R, ROWS):
             r = columns(start, ROWS)
-            both = load_both(weight_ptr, bias_ptr, r, j, R, W) - mean
+            both = (load_both(weight_ptr, bias_ptr, r, j, R, W) - mean) * norm_scale_of(norm_ptr, j, W)
             store_tile(centred_ptr, r, j, both, R, W + 1, W + 1)
             both *= (load_vector(scale_ptr, r, R) * alpha)[:, None]
             place = in_turns(r, PLACE, RUN)
@@ -136,15 +143,16 @@ def pack(
     MU1: tl.constexpr, FORMS: tl.constexpr, BIAS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, MERGED: tl.constexpr,
 ):  # fmt: skip
-    """All parameters, taken in their order, as the other kernels read them, but for what `grams` adds."""
+    """All parameters, taken in their order, as the other kernels read them, but for what `grams` adds. With merged
+    branches these have taken up the norm ahead of them: of both matrices only the first one's scale is left to do."""
     RUN: tl.constexpr = 32 if MERGED else 0
     WIDE: tl.constexpr = C if MERGED else L2
     alpha1 = tl.load(mu1_alpha).to(tl.float32)
     alpha2 = tl.load(mu2_alpha).to(tl.float32)
-    task = pack_branch(tl.program_id(0), mu2_A, mu2_a, mu2_scale_a, mu2_shift_a, 1.0, 0.0, A2_ptr, stack_ptr, first_ptr,
-                       R2, C, ROWS, COLUMNS, 0, RUN)  # fmt: skip
-    task = pack_branch(task, mu2_B, mu2_b, mu2_scale_b, mu2_shift_b, alpha2, 1.0, B2_ptr, low_stack_ptr, second_ptr,
-                       R2, WIDE, ROWS, COLUMNS, 1, RUN)  # fmt: skip
+    task = pack_branch(tl.program_id(0), mu2_A, mu2_a, norm_scale if MERGED else None, mu2_scale_a, mu2_shift_a, 1.0,
+                       0.0, A2_ptr, stack_ptr, first_ptr, R2, C, ROWS, COLUMNS, 0, RUN)  # fmt: skip
+    task = pack_branch(task, mu2_B, mu2_b, None, mu2_scale_b, mu2_shift_b, alpha2, 1.0, B2_ptr, low_stack_ptr,
+                       second_ptr, R2, WIDE, ROWS, COLUMNS, 1, RUN)  # fmt: skip
     task = pack_factor(task, mu1_B, mu1_b, B1_ptr, vectors_ptr + MU1, R1, L1, ROWS, COLUMNS)
     task = copy(task, mu2_C, C2_ptr, 1.0, 0.0, C * R2, BLOCK)
     task = copy(task, mu1_A, lifting_ptr, 1.0, 0.0, R1 * C, BLOCK)
@@ -171,7 +179,8 @@ def gram(
     TILE: tl.constexpr, PLACE: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """A tile of `M' M` for M = [A | a] as stored: A'A, 2 A'a and a'a, the first two perhaps in turns with those of
-    another; if not, below the first A'a and seven rows of zeros."""
+    another, and then behind both A'A once more, for quadratic forms, which take blocks of RUN rows and columns from the
+    diagonal on, those beyond it doubled; if not, below the first A'a and seven rows of zeros."""
     across: tl.constexpr = W // TILE + 1
     programs: tl.constexpr = ((W + 7) // TILE + 1) * across
     if (task >= 0) & (task < programs):
@@ -186,6 +195,10 @@ def gram(
             # numbers of 16 bits are exact in TF32
             form = tl.dot(tl.trans(left), right, form, input_precision="tf32")
         store_tile(out_ptr, in_turns(i, PLACE, RUN), j, form, W + 8 if RUN == 0 else 2 * W, W, W)
+        if RUN > 0:
+            beyond = j[None, :] // RUN - i[:, None] // RUN
+            upper = tl.where(beyond > 0, 2 * form, tl.where(beyond == 0, form, 0.0))
+            store_tile(out_ptr + 2 * W * W, in_turns(i, PLACE, RUN), j, upper, 2 * W, W, W)
         bias = (i == W)[:, None]
         tl.store(linear_ptr + i[:, None] * 0 + in_turns(j, PLACE, RUN)[None, :], 2 * form, mask=bias & (j < W)[None, :])
         tl.store(constant_ptr + i[:, None] * 0 + j[None, :] * 0, form, mask=bias & (j == W)[None, :])
@@ -212,11 +225,37 @@ def grams(
 
 
 @triton.jit
+def shift_bias(
+    task, weight_ptr, bias_ptr, shift_ptr, out_ptr, R: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The bias of a matrix that takes up the shift of the norm ahead of it."""
+    programs: tl.constexpr = -(-R // ROWS)
+    if (task >= 0) & (task < programs):
+        r = columns(task * ROWS, ROWS)
+        j = tl.arange(0, BLOCK)
+        more = load_tile(weight_ptr, r, j, R, W, W) * load_vector(shift_ptr, j, W)[None, :]
+        store_vector(out_ptr, r, load_vector(bias_ptr, r, R) + tl.sum(more, 1), R)
+    return task - programs
+
+
+@triton.jit
+def shift_biases(
+    A_ptr, a_ptr, D_ptr, d_ptr, shift_ptr, first_ptr, low_ptr, C: tl.constexpr, R2: tl.constexpr, L2: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of both matrices of the second Mu-Layer that are behind the norm."""
+    task = shift_bias(tl.program_id(0), A_ptr, a_ptr, shift_ptr, first_ptr, R2, C, ROWS, BLOCK)
+    shift_bias(task, D_ptr, d_ptr, shift_ptr, low_ptr, L2, C, ROWS, BLOCK)
+
+
+@triton.jit
 def merge_factors(
-    B_ptr, b_ptr, D_ptr, d_ptr, out_ptr, bias_ptr, C: tl.constexpr, R2: tl.constexpr, L2: tl.constexpr,
+    B_ptr, b_ptr, D_ptr, d_ptr, scale_ptr, out_ptr, bias_ptr, C: tl.constexpr, R2: tl.constexpr, L2: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of `B [D | d] + [0 | b]`: both matrices of a second branch as one."""
+    """A tile of `B [D | d] + [0 | b]`: both matrices of a second branch as one, where D takes up the scale of the norm
+    ahead of it."""
     across: tl.constexpr = C // COLUMNS + 1
     r = columns(tl.program_id(0) // across * ROWS, ROWS)
     j = columns(tl.program_id(0) % across * COLUMNS, COLUMNS)
@@ -225,4 +264,5 @@ def merge_factors(
         k = columns(start, DEPTH)
         factor = load_tile(B_ptr, r, k, R2, L2, L2)
         both = tl.dot(factor, load_both(D_ptr, d_ptr, k, j, L2, C), both, input_precision="tf32x3")
+    both *= norm_scale_of(scale_ptr, j, C)
     store_both(out_ptr, bias_ptr, r, j, both, R2, C)

@@ -12,6 +12,7 @@ from multilinear.kernels.block_weights import (
     load_both,
     load_tile,
     load_vector,
+    norm_scale_of,
     store_both,
     store_tile,
     store_vector,
@@ -76,9 +77,11 @@ def through_product(
 @triton.jit
 def load_taken(product_ptr, first, end, k, j, W: tl.constexpr):
     """Entries (k, j) of `K = [n | 1]' diag(k) [n | 1]`, from the rows of its products that n made, from `first` on, and
-    the sum of k: the row that the ones make is the last column, as it is symmetric."""
+    the sum of k: it is symmetric, and of blocks of 64 x 64 only those from the diagonal on are there, of the row that the
+    ones make only the last column."""
     k, j = k[:, None], j[None, :]
-    place = tl.where(k < W, (first + k) * (W + 16) + j, (first + j) * (W + 16) + W)
+    above, beyond = tl.minimum(k, j), tl.maximum(k, j)
+    place = (first + above) * (W + 16) + beyond
     taken = tl.load(product_ptr + place, mask=(k <= W) & (j <= W) & (k + j < 2 * W), other=0.0)
     return tl.where((k == W) & (j == W), end, taken)
 
@@ -158,7 +161,8 @@ def second_gradients(
     DEPTH: tl.constexpr, ALL: tl.constexpr, MERGED: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """From the products of P with n and of Q with d to the gradients of the second Mu-Layer; and the terms whose
-    sum is that of alpha. With merged branches both products are one, B is both matrices, and D is left out."""
+    sum is that of alpha. With merged branches both products are one, B is both matrices, and D is left out; all have
+    taken up the norm ahead of them."""
     RUN: tl.constexpr = 32 if MERGED else 0
     WIDE: tl.constexpr = C if MERGED else L2
     alpha = tl.load(alpha_ptr).to(tl.float32)
@@ -176,36 +180,70 @@ def second_gradients(
 
 
 @triton.jit
-def factor_gradients(
-    merged_ptr, bias_ptr, B_ptr, D_ptr, d_ptr, dB_ptr, db_ptr, dD_ptr, dd_ptr, C: tl.constexpr, R2: tl.constexpr,
-    L2: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+def load_behind_norm(
+    weight_ptr, bias_ptr, scale_ptr, shift_ptr, r, j, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """From the gradient W of `B [D | d] + [0 | b]` to those of its parts: `W [D | d]'`, W's last column and `B' W`."""
+    """The gradient of [W | w] from that of [W | w] as it has taken up the norm ahead of it."""
+    grad = load_both(weight_ptr, bias_ptr, r, j, ROWS, WIDTH) * norm_scale_of(scale_ptr, j, WIDTH)
+    return grad + load_vector(bias_ptr, r, ROWS)[:, None] * load_vector(shift_ptr, j, WIDTH)[None, :]
+
+
+@triton.jit
+def store_norm_line(line_ptr, weight, grad, bias, j, C: tl.constexpr):
+    """What rows of a matrix, whose gradient behind the norm is `grad` and that of its bias `bias`, give to those of the
+    norm's scale and shift."""
+    store_vector(line_ptr, j, tl.sum(weight * grad, 0), C)
+    store_vector(line_ptr + C, j, tl.sum(weight * bias[:, None], 0), C)
+
+
+@triton.jit
+def factor_gradients(
+    first_ptr, first_bias_ptr, merged_ptr, bias_ptr, A_ptr, B_ptr, D_ptr, d_ptr, scale_ptr, shift_ptr, dA_ptr, da_ptr,
+    dB_ptr, db_ptr, dD_ptr, dd_ptr, lines_ptr, C: tl.constexpr, R2: tl.constexpr, L2: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """From the gradients of the first branch's [A | a] and of the second's merged [W | w], which have taken up the norm
+    ahead of them, to those of all parts: for `W = B D` and `w = B d + b` these are `dW D' + dw d'` and `B' dW`. And a
+    line for each ROWS rows of A, then of D, of what they give to the gradients of that norm."""
+    wide: tl.constexpr = C // COLUMNS + 1
     task = tl.program_id(0)
     across: tl.constexpr = -(-L2 // COLUMNS)
     programs: tl.constexpr = -(-R2 // ROWS) * across
+    firsts: tl.constexpr = -(-R2 // ROWS) * wide
     if task < programs:
         r = columns(task // across * ROWS, ROWS)
         i = columns(task % across * COLUMNS, COLUMNS)
         grad = tl.zeros((ROWS, COLUMNS), tl.float32)
         for start in range(0, C + 1, DEPTH):
             j = columns(start, DEPTH)
-            left, right = load_both(merged_ptr, bias_ptr, r, j, R2, C), load_both(D_ptr, d_ptr, i, j, L2, C)
-            grad = tl.dot(left, tl.trans(right), grad, input_precision="tf32")
+            left = load_behind_norm(merged_ptr, bias_ptr, scale_ptr, shift_ptr, r, j, R2, C)
+            grad = tl.dot(left, tl.trans(load_both(D_ptr, d_ptr, i, j, L2, C)), grad, input_precision="tf32")
         store_tile(dB_ptr, r, i, grad, R2, L2, L2)
         if task % across == 0:
             store_vector(db_ptr, r, load_vector(bias_ptr, r, R2), R2)
-    else:
+    elif task < programs + firsts:
         task -= programs
-        wide: tl.constexpr = C // COLUMNS + 1
+        r = columns(task // wide * ROWS, ROWS)
+        j = columns(task % wide * COLUMNS, COLUMNS)
+        whole = load_behind_norm(first_ptr, first_bias_ptr, scale_ptr, shift_ptr, r, j, R2, C)
+        store_both(dA_ptr, da_ptr, r, j, whole, R2, C)
+        grad, bias = load_tile(first_ptr, r, j, R2, C, C), load_vector(first_bias_ptr, r, R2)
+        store_norm_line(lines_ptr + task // wide * 2 * C, load_tile(A_ptr, r, j, R2, C, C), grad, bias, j, C)
+    else:
+        task -= programs + firsts
         tall = columns(task // wide * ROWS, ROWS)
         j = columns(task % wide * COLUMNS, COLUMNS)
         grad = tl.zeros((ROWS, COLUMNS), tl.float32)
+        bias = tl.zeros((ROWS,), tl.float32)
         for start in range(0, R2, DEPTH):
             r = columns(start, DEPTH)
             left, right = load_tile(B_ptr, r, tall, R2, L2, L2), load_both(merged_ptr, bias_ptr, r, j, R2, C)
             grad = tl.dot(tl.trans(left), right, grad, input_precision="tf32")
-        store_both(dD_ptr, dd_ptr, tall, j, grad, L2, C)
+            bias += tl.sum(left * load_vector(bias_ptr, r, R2)[:, None], 0)
+        whole = grad * norm_scale_of(scale_ptr, j, C) + bias[:, None] * load_vector(shift_ptr, j, C)[None, :]
+        store_both(dD_ptr, dd_ptr, tall, j, whole, L2, C)
+        lines_ptr += (-(-R2 // ROWS) + task // wide) * 2 * C
+        store_norm_line(lines_ptr, load_tile(D_ptr, tall, j, L2, C, C), grad, bias, j, C)
 
 
 @triton.jit

@@ -1,10 +1,12 @@
 """The second Mu-Layer on Hopper where a low rank of a quarter saves nothing: both of its matrices are merged into one,
 and so each chunk of both branches comes out of a single product, twice as wide, with the same rows.
 
-With frozen weights variances are sums of squares: of a branch with rows `[A | a]` that of an output is the square of
-`R [n; 1]` for the triangular factor R, of which a third is zero by blocks. The output is added up on top of x, divided
+Variances are quadratic forms of n, of which blocks from the diagonal on suffice, those beyond it doubled. With frozen
+weights they are sums of squares: of a branch with rows `[A | a]` that of an output is the square of `R [n; 1]` for the
+triangular factor R, which has the same blocks. The output is added up on top of x, divided
 by what the sum is multiplied with in the end, so that nothing is read twice. In training both branches are left for the
-way back, each times the root of what multiplies their product. All else is as in `hopper_mu2`.
+way back, each times the root of what multiplies their product. The weights have taken up scale and shift of the norm
+ahead of them, which so only centres and divides. All else is as in `hopper_mu2`.
 """
 
 from triton.experimental import gluon
@@ -38,10 +40,9 @@ from multilinear.kernels.hopper_stream import put_both
 
 @gluon.jit
 def produce(
-    descs, buffers, bars, groups, C: gl.constexpr, R2: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
-    ROOTS: gl.constexpr,
+    descs, buffers, bars, groups, C: gl.constexpr, R2: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr
 ):  # fmt: skip
-    """Copy the forms, roots row by row of blocks up to the diagonal, then chunk by chunk both branches and C."""
+    """Copy the forms, row by row of blocks from the diagonal on, then chunk by chunk both branches and C."""
     both_desc, extra_desc, c_desc, form_desc = descs[3], descs[4], descs[5], descs[6]
     tiles_b, tiles_e, tiles_c = buffers[1], buffers[2], buffers[3]
     full, empty = bars[0], bars[1]
@@ -53,8 +54,8 @@ def produce(
         for c in gl.static_range(P):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(empty.index(slot), phase ^ 1)
-            mbarrier.expect(full.index(slot), (P - c if ROOTS else P) * 128 * 128)
-            for k in gl.static_range(c if ROOTS else 0, P):
+            mbarrier.expect(full.index(slot), (P - c) * 128 * 128)
+            for k in gl.static_range(c, P):
                 load_tile(form_desc, [128 * c, 64 * k], full.index(slot), tiles_b.index(slot * P + k))
             item += 1
         for i in range(R2 // 64):
@@ -103,15 +104,13 @@ def both_branches(ns, extra, tiles_b, tiles_e, slot, P: gl.constexpr):
 
 
 @gluon.jit
-def load_normed(tiles, place, vectors, eps, C: gl.constexpr, kind: gl.constexpr):
-    """Put norm(x) where x is, which stays in registers."""
+def load_normed(tiles, place, eps, C: gl.constexpr, kind: gl.constexpr):
+    """Put x, with mean 0 and variance 1, where x is, which stays in registers; and what makes its variance 1."""
     xs, mean, scale = load_rows(tiles, place, eps, C)
     for k in gl.static_range(C // 64):
-        x = (xs[k].to(gl.float32) - mean[:, None]) * scale[:, None]
-        x = x * kept(vectors, k, 64) + kept(vectors, C // 64 + k, 64)
-        tiles.index(place + k).store(x.to(kind))
+        tiles.index(place + k).store(((xs[k].to(gl.float32) - mean[:, None]) * scale[:, None]).to(kind))
     fence_async_shared()
-    return xs
+    return xs, scale
 
 
 @gluon.jit
@@ -121,7 +120,7 @@ def consume(
     ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     x_desc, out_desc, n_desc = descs[0], descs[1], descs[2]
-    tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, vectors, bias, linear = buffers
+    tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, bias, linear = buffers
     full, empty, full_c, empty_c, full_x = bars
     keep_ptr, n_ptr, branches_ptr, stats_ptr, constants_ptr = pointers
     constant_a, constant_b = gl.load(constants_ptr), gl.load(constants_ptr + 1)
@@ -136,7 +135,7 @@ def consume(
     while group < groups:
         row = (group * GROUPS + which) * 64
         mbarrier.wait(bar, turn & 1)
-        xs = load_normed(tiles_x, which * P, vectors, eps, C, kind)
+        xs, unit = load_normed(tiles_x, which * P, eps, C, kind)
         ns = ()
         for k in gl.static_range(P):
             ns = ns + (tiles_x.index(which * P + k),)
@@ -150,8 +149,8 @@ def consume(
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)
             part = zeros(128)
-            for k in gl.static_range(c if ROOTS else 0, P):
-                part = times(ns[k], tiles_b.index(slot * P + k), part, k == (c if ROOTS else 0))
+            for k in gl.static_range(c, P):
+                part = times(ns[k], tiles_b.index(slot * P + k), part, k == c)
             part = warpgroup_mma_wait(0, deps=[part])
             release(empty, slot, False)
             item += 1
@@ -173,9 +172,10 @@ def consume(
         if DROP:
             keep = gl.load(keep_ptr + index // tokens, mask=index < rows, other=0.0)
         if TRAIN:
-            gl.store(stats_ptr + index * 3, scale_a, mask=index < rows)
-            gl.store(stats_ptr + index * 3 + 1, scale_b, mask=index < rows)
-            gl.store(stats_ptr + index * 3 + 2, both * keep, mask=index < rows)
+            gl.store(stats_ptr + index * 4, scale_a, mask=index < rows)
+            gl.store(stats_ptr + index * 4 + 1, scale_b, mask=index < rows)
+            gl.store(stats_ptr + index * 4 + 2, both * keep, mask=index < rows)
+            gl.store(stats_ptr + index * 4 + 3, unit, mask=index < rows)
             store_columns(n_ptr, row, rows, C, extra, 16, C + 16, C + 16)
         root = gl.sqrt(both * keep)
         on = gl.where(keep == 0.0, 0.0, 1.0)
@@ -235,8 +235,8 @@ def mu2_merged(
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
     ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """x plus the second Mu-Layer of norm(x); in training also what its branches read, n next to the extras, and what
-    they give, 64 columns of the second and of the first in turns, in the order of `own_columns`."""
+    """x plus the second Mu-Layer of norm(x); in training also four numbers of each token, what its branches read, n next
+    to the extras, and what they give, 64 columns of the second and of the first in turns, in the order of `own_columns`."""
     P: gl.constexpr = C // 64
     gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = x_desc.dtype
@@ -256,11 +256,10 @@ def mu2_merged(
         mbarrier.init(full_x.index(i), count=1)
     fence_async_shared()
     descs = (x_desc, out_desc, n_desc, both_desc, extra_desc, c_desc, form_desc)
-    vectors = keep_vectors(vectors_ptr, 2 * C, 64, 2 * P)
     bias = keep_vectors(vectors_ptr + 3 * C, C, 64, P)
     linear = keep_vectors(linear_ptr, 2 * C, 128, P)
     meet()
-    buffers = (tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, vectors, bias, linear)
+    buffers = (tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, bias, linear)
     bars = (full, empty, full_c, empty_c, full_x)
     pointers = (keep_ptr, n_ptr, branches_ptr, stats_ptr, linear_ptr + 2 * C)
     gl.warp_specialize([
@@ -268,5 +267,5 @@ def mu2_merged(
                    ROOTS, TRAIN, DROP)),
         (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, GROUPS, SLOTS, SLOTS_C,
                    ROOTS, TRAIN, DROP)),
-        (produce, (descs, buffers, bars, groups, C, R2, SLOTS, SLOTS_C, ROOTS)),
+        (produce, (descs, buffers, bars, groups, C, R2, SLOTS, SLOTS_C)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -21,7 +21,7 @@ def mu2_merged(
     rows, tokens = x.numel() // s.channels, x.shape[-3] * x.shape[-2]
     groups = triton.cdiv(rows, 64 * 2)
     registers, limit = REGISTERS[2]
-    form, linear = roots or (ready.stack, ready.vectors[forms:])
+    form, linear = roots or (ready.stack[2 * s.channels :], ready.vectors[forms:])
     launch(
         hopper_merged.mu2_merged, min(groups, processors(x.device)),
         tiled(x.view(rows, -1), 64, 64), tiled(out.view(rows, -1), 64, 64), tiled(n if save else ready.C2, 64, 64),
@@ -33,11 +33,12 @@ def mu2_merged(
 
 
 def mu2_merged_back(
-    grad: Tensor, n: Tensor, branches: Tensor, stats: Tensor, inner: Tensor, taken: Tensor, dn: Tensor, ready: Prepared,
-    s: Sizes, forms: int,
-) -> Tensor:  # fmt: skip
-    """The way back through that to n: the gradient of the product of both branches, the numbers that multiply n in what
-    their norms take, and n's own gradient. Parts of the sums of those numbers."""
+    grad: Tensor, n: Tensor, branches: Tensor, stats: Tensor, keep: Tensor | None, inner: Tensor, taken: Tensor,
+    out: Tensor, ready: Prepared, s: Sizes, forms: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The way back through that: the gradient of the product of both branches, the numbers that multiply n in what their
+    norms take, and the gradient of the input. Parts of the sums of those numbers, and of those for the gradient of the
+    layer's last bias."""
     from multilinear.kernels import hopper_merged_back
 
     plan = MERGED[s.channels, s.low2]
@@ -45,23 +46,25 @@ def mu2_merged_back(
     groups = triton.cdiv(rows, 64 * 2)
     programs = min(groups, processors(n.device))
     registers, limit = REGISTERS[2]
-    ends = stats.new_empty(2 * programs, 2)
+    ends, sums = stats.new_empty(2 * programs, 2), stats.new_empty(2 * programs, s.channels)
     launch(
         hopper_merged_back.mu2_merged_back, programs,
-        tiled(grad.view(rows, -1), 64, 64), tiled(n, 64, 64), tiled(branches, 64, 32), tiled(dn, 64, 64),
+        tiled(grad.view(rows, -1), 64, 64), tiled(n, 64, 64), tiled(branches, 64, 32),
+        *(tiled(part.view(rows, -1), 64, 32) for part in (grad, out)),
         tiled(ready.A2, 64, 64), tiled(ready.A2, 64, 16), tiled(ready.C2, 64, 32), tiled(ready.stack, 64, 64),
-        inner, stats, taken, ends, ready.vectors[forms:], groups, rows, C=s.channels, R2=s.rank2, GROUPS=2,
-        SLOTS=plan.back_slots, SLOTS_C=plan.back_slots_c, STAGES=plan.stages, REGISTERS=registers, num_warps=4,
-        maxnreg=limit,
+        inner, stats, taken, ends, sums, ready.vectors[forms:], groups, rows, taken.shape[1], C=s.channels, R2=s.rank2,
+        GROUPS=2, SLOTS=plan.back_slots, SLOTS_C=plan.back_slots_c, STAGES=plan.stages, DROP=keep is not None,
+        REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
-    return ends
+    return ends, sums
 
 
 def second_lines(
     grad: Tensor, n: Tensor, branches: Tensor, inner: Tensor, taken: Tensor, s: Sizes
 ) -> tuple[Tensor, Tensor]:
     """Lines that add up to products over all tokens: of both branches' gradients with n and its extras, and of `grad`
-    with the product of the branches; and such of n, multiplied with the numbers taken, with n and its extras."""
+    with the product of the branches; and such of n, multiplied with the numbers taken, with n and its extras. Of these
+    numbers there are a multiple of 32, with zeros at the end."""
     from multilinear.kernels import hopper_second_products
 
     plan, rows, channels, rank = MERGED[s.channels, s.low2], len(n), s.channels, s.rank2
@@ -74,7 +77,8 @@ def second_lines(
     launch(
         hopper_second_products.second_products, rank // 64 * splits + 2 * norms,
         tiled(branches, 32, 64), tiled(inner, 32, 64), tiled(n, 32, 64), tiled(n, 32, 16),
-        tiled(grad.view(rows, -1), 32, 64), taken, hidden, own, blocks, splits, rows, C=channels, R2=rank,
+        tiled(grad.view(rows, -1), 32, 64), tiled(taken.view(n.dtype).view(-1, 64), 32, 64), hidden, own, blocks,
+        splits, taken.shape[1] // 32, C=channels, R2=rank,
         STAGES=plan.product_stages, REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
     return hidden, own
