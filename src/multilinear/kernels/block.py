@@ -215,8 +215,8 @@ def poly_block_now(
     save: bool,
 ) -> tuple[Tensor, list[Tensor]]:
     """The block's output, and with `save` what the way back needs: u, the value between the Mu-Layers, statistics of x
-    (if a kernel for Hopper has them) and of the first layer, what the second's branches read, and its statistics. If its
-    branches are merged, in place of the value between the layers and of what they read, what both read and give."""
+    (if a kernel for Hopper has them) and of the first layer, what the second's branches read, and its statistics. If
+    its branches are merged, in place of the value between the layers and of what they read, what both read and give."""
     fields = len(Prepared._fields)
     s, ready = sizes_of(weights), Prepared(*prepared[:fields])
     x = aligned(x)

@@ -68,9 +68,9 @@ def _second_layer(
     grad: Tensor, mid: Tensor, n: Tensor, d: Tensor, stats: Tensor, keep: Tensor | None, named: Named, found: Named,
     ready: Prepared, s: Sizes, eps: float,
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, list[Callable[[], None]]]:  # fmt: skip
-    """The gradient of the value between the Mu-Layers; what is summed up on the way, first for the norm's weight and bias
-    and then for the layer's last bias; the terms of alpha's gradient. And functions: after the first those terms are
-    there, after the last the gradients of the second Mu-Layer."""
+    """The gradient of the value between the Mu-Layers; sums for the gradients of the norm and of the layer's last bias;
+    the terms of alpha's. And functions: after the first those terms are there, after the last the gradients of the
+    second Mu-Layer."""
     if ready.merged:
         return _merged_layer(grad, n, d, stats, keep, named, found, ready, s)
     rows, rank, low = mid.numel() // s.channels, s.rank2, s.low2
@@ -110,20 +110,18 @@ def _merged_layer(
 ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor, list[Callable[[], None]]]:  # fmt: skip
     """The same with merged branches, which are there, and whose gradients go on to the layer's input at once. What is
     summed up for the norm comes from the gradients of the branches, and is there after the only function."""
-    rows, rank, channels = len(n), s.rank2, s.channels
-    out, inner, taken = torch.empty_like(grad), n.new_empty(rows, rank), stats.new_empty(2, align(rows, 32))
-    ends, last = launch_merged.mu2_merged_back(grad, n, both, stats, keep, inner, taken, out, ready, s, offsets(s).forms)
-    tall, wide = 64, 32
+    rank, channels, forms, tall, wide = s.rank2, s.channels, offsets(s).forms, 64, 32
+    out, inner, taken = torch.empty_like(grad), n.new_empty(len(n), rank), stats.new_empty(2, align(len(n), 32))
+    ends, last = launch_merged.mu2_merged_back(grad, n, both, stats, keep, inner, taken, out, ready, s, forms)
     terms = stats.new_empty(rank)
     lines = stats.new_empty(triton.cdiv(rank, tall) + triton.cdiv(s.low2, tall), 2, channels)
 
     def branches() -> None:
-        names = "mu2.A.weight", "mu2.A.bias", "mu2.B.weight", "mu2.B.bias"
-        behind = {name: stats.new_empty((rank, channels) if "weight" in name else rank) for name in names}
+        shapes = {"weight": (rank, channels), "bias": (rank,)}
+        behind = {f"mu2.{part}.{name}": stats.new_empty(shape) for part in "AB" for name, shape in shapes.items()}
         product = launch_merged.second_products(grad, n, both, inner, taken, found["mu2.C.weight"], s)
         _second_gradients(product, product, ends, terms, named, found | behind, ready, s)
-        kernel = block_weights_back.factor_gradients
-        across = triton.cdiv(channels + 1, wide)
+        kernel, across = block_weights_back.factor_gradients, triton.cdiv(channels + 1, wide)
         programs = triton.cdiv(rank, tall) * (triton.cdiv(s.low2, wide) + across) + triton.cdiv(s.low2, tall) * across
         launch(
             kernel, programs,

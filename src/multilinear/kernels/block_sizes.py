@@ -68,8 +68,9 @@ class Prepared(NamedTuple):
     `first` and `second` hold A and B of the second Mu-Layer next to their biases, centred over the outputs.
 
     With merged branches B is both matrices of the second one. `A2` then holds 32 rows of each branch in turns, the
-    second one's extras behind the first one's, `stack` 64 rows of each gram matrix in turns, and behind them the same of
-    their blocks of 64 x 64 from the diagonal on, those beyond it doubled; B2 and `low_stack` are empty.
+    second one's extras behind the first one's, `stack` 64 rows of each gram matrix in turns, and behind them the same
+    of their blocks of 64 x 64 from the diagonal on, those beyond it doubled; B2 and `low_stack` are empty. Both
+    branches have taken up the scale and shift of the norm ahead of them.
     """
 
     lifting: Tensor

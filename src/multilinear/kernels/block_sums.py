@@ -29,8 +29,8 @@ def partial_sum(
 
 @triton.jit
 def partial_sums(
-    norm1_ptr, norm1_rows, norm2_ptr, norm2_rows, last2_ptr, last2_rows, mu1_ptr, mu1_rows, to_ptr, first_ptr, first_rows, lifting_ptr,
-    rest_ptr, rest_rows, weight_ptr, factor_ptr,
+    norm1_ptr, norm1_rows, norm2_ptr, norm2_rows, last2_ptr, last2_rows, mu1_ptr, mu1_rows, to_ptr, first_ptr,
+    first_rows, lifting_ptr, rest_ptr, rest_rows, weight_ptr, factor_ptr,
     C: tl.constexpr, R1: tl.constexpr, US: tl.constexpr, SD1: tl.constexpr, LINE: tl.constexpr, LINE2: tl.constexpr,
     LAST2: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

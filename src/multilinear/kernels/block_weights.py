@@ -50,7 +50,7 @@ def load_both(weight_ptr, bias_ptr, r, j, ROWS: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def norm_scale_of(ptr, j, WIDTH: tl.constexpr):
-    """What columns of [W | w] are multiplied with if W takes up the scale of the norm ahead of it; 1 if there is none."""
+    """What columns of [W | w] are multiplied with if W takes up the scale of the norm ahead of it, if there is one."""
     return tl.where(j < WIDTH, load_vector(ptr, j, WIDTH), 1.0)[None, :] if ptr is not None else 1.0
 
 

@@ -77,8 +77,8 @@ def through_product(
 @triton.jit
 def load_taken(product_ptr, first, end, k, j, W: tl.constexpr):
     """Entries (k, j) of `K = [n | 1]' diag(k) [n | 1]`, from the rows of its products that n made, from `first` on, and
-    the sum of k: it is symmetric, and of blocks of 64 x 64 only those from the diagonal on are there, of the row that the
-    ones make only the last column."""
+    the sum of k: it is symmetric, and of blocks of 64 x 64 only those from the diagonal on are there, of the row that
+    the ones make only the last column."""
     k, j = k[:, None], j[None, :]
     above, beyond = tl.minimum(k, j), tl.maximum(k, j)
     place = (first + above) * (W + 16) + beyond

@@ -235,8 +235,9 @@ def mu2_merged(
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
     ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """x plus the second Mu-Layer of norm(x); in training also four numbers of each token, what its branches read, n next
-    to the extras, and what they give, 64 columns of the second and of the first in turns, in the order of `own_columns`."""
+    """x plus the second Mu-Layer of norm(x); in training also four numbers of each token, what its branches read, n
+    next to the extras, and what they give, 64 columns of the second and of the first in turns, in the order of
+    `own_columns`."""
     P: gl.constexpr = C // 64
     gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = x_desc.dtype

@@ -12,13 +12,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from multilinear.kernels.hopper_back_steps import shift_part
-from multilinear.kernels.hopper_names import load_tile, meet, store_tile
-from multilinear.kernels.hopper_norm_back import add_up, columns_of
+from multilinear.kernels.hopper_merged_ends import add_forms, add_to_totals, sum_gradient, through_norm
+from multilinear.kernels.hopper_names import load_tile, meet
+from multilinear.kernels.hopper_norm_back import columns_of
 from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
     fetch,
-    halves,
     keep_vectors,
     kept,
     load_own,
@@ -144,39 +144,6 @@ def add_gradients(dns, shift, pq, weights, full, item, P: gl.constexpr, SLOTS: g
 
 
 @gluon.jit
-def taken_part(ns, c: gl.constexpr, k_a, k_b, kind: gl.constexpr):
-    """64 columns of n, of which each row is multiplied for one of both norms, as a left side."""
-    n = ns[c // 2].to(gl.float32)
-    if c % 2 == 0:
-        n = n * k_a[:, None]
-    else:
-        n = n * k_b[:, None]
-    return gl.convert_layout(n.to(kind), operand())
-
-
-@gluon.jit
-def add_forms(dns, ns, k_a, k_b, tiles_b, full, empty, item, kind: gl.constexpr, P: gl.constexpr, SLOTS: gl.constexpr):
-    """Add what the norms of both branches take: each gram matrix times such parts of n."""
-    left = taken_part(ns, 0, k_a, k_b, kind)
-    for c in gl.static_range(2 * P):
-        slot, phase = slot_of(item, SLOTS, False)
-        mbarrier.wait(full.index(slot), phase)
-        new = ()
-        for k in gl.static_range(P):
-            new = new + (times_columns(left, tiles_b.index(slot * P + k), dns[k], False),)
-        if c + 1 < 2 * P:
-            ahead = taken_part(ns, c + 1, k_a, k_b, kind)
-        else:
-            ahead = left
-        done = warpgroup_mma_wait(0, deps=new + (left,))
-        dns = done[:P]
-        release(empty, slot, False)
-        left = ahead
-        item += 1
-    return dns, item
-
-
-@gluon.jit
 def load_scales(stats_ptr, row, rows):
     """Those of both branches of 64 tokens, of their product, and of the input."""
     index = row + gl.arange(0, 64, layout=rows_layout())
@@ -184,58 +151,6 @@ def load_scales(stats_ptr, row, rows):
     scale_b = gl.load(stats_ptr + index * 4 + 1, mask=index < rows, other=1.0)
     scale = gl.load(stats_ptr + index * 4 + 2, mask=index < rows, other=0.0)
     return scale_a, scale_b, scale, gl.load(stats_ptr + index * 4 + 3, mask=index < rows, other=0.0)
-
-
-@gluon.jit
-def sum_gradient(tiles, place, select, P: gl.constexpr):
-    """Start summing up a tile of the gradient, each row times what became of the layer."""
-    new = ()
-    for k in gl.static_range(P):
-        new = new + (add_up(tiles.index(place + k), select, zeros(16)),)
-    return new
-
-
-@gluon.jit
-def add_to_totals(totals, place, sums, P: gl.constexpr):
-    """Add that to the sums over all tiles."""
-    for k in gl.static_range(P):
-        total = totals.index(place + k)
-        # of the columns only two are not zero: they add up to what was selected
-        total.store(total.load(gl.SliceLayout(1, accumulator(16))) + gl.sum(sums[k], 1))
-
-
-@gluon.jit
-def through_norm(
-    which: gl.constexpr, ring, full_b, empty_b, item, ns, dns, unit, out_desc, row, kind: gl.constexpr,
-    C: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Write the gradient of the input: that of the output, which has come once more, and what goes through the norm. It
-    is written from where that of the output was."""
-    P: gl.constexpr = C // 64
-    level = row_zeros()
-    follow = row_zeros()
-    for k in gl.static_range(P):
-        level += gl.sum(dns[k], 1)
-        follow += gl.sum(dns[k] * ns[k].to(gl.float32), 1)
-    level = level * unit / C
-    follow = follow * unit / C
-    for k in gl.static_range(P):
-        slot, phase = slot_of(item + k, STAGES, False)
-        mbarrier.wait(full_b.index(slot), phase)
-        place = (slot * GROUPS + which) * 2
-        dx = dns[k] * unit[:, None] - level[:, None] - ns[k].to(gl.float32) * follow[:, None]
-        left, right = halves(dx)
-        left += ring.index(place).load(accumulator(32)).to(gl.float32)
-        right += ring.index(place + 1).load(accumulator(32)).to(gl.float32)
-        ring.index(place).store(left.to(kind))  # each thread where it has read
-        ring.index(place + 1).store(right.to(kind))
-        fence_async_shared()
-        meet()
-        store_tile(out_desc, [row, 64 * k], ring.index(place))
-        store_tile(out_desc, [row, 64 * k + 32], ring.index(place + 1))
-    tma.store_wait(0)
-    for k in gl.static_range(P):
-        release(empty_b, (item + k) % STAGES, False)
 
 
 @gluon.jit
@@ -293,7 +208,8 @@ def consume(
             grad = warpgroup_mma_wait(P + 1, deps=[grad])
             release(empty_c, chunk % SLOTS_C, False)
             new, part = close_chunk(
-                which, grad, root, ring, full_b, empty_b, chunk + more, inner_ptr, row, rows, i, kind, R2, GROUPS, STAGES
+                which, grad, root, ring, full_b, empty_b, chunk + more, inner_ptr, row, rows, i, kind, R2, GROUPS,
+                STAGES,
             )  # fmt: skip
             total += part
             chunk += 1
@@ -353,8 +269,8 @@ def mu2_merged_back(
     STAGES: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """From the gradient of the output: that of the product of both branches, times the root of what multiplies it; two
-    numbers of each token, by which n is multiplied for what the norms take; that of the input. And sums, a line for each
-    group of each program: of those numbers, and of the gradient where the layer was not dropped."""
+    numbers of each token, by which n is multiplied for what the norms take; that of the input. And sums, a line for
+    each group of each program: of those numbers, and of the gradient, times what became of the layer."""
     P: gl.constexpr = C // 64
     gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = n_desc.dtype
@@ -397,6 +313,6 @@ def mu2_merged_back(
         (consume, (1, descs, buffers, weights, bars, pointers, groups, rows, padded, C, R2, GROUPS, SLOTS, SLOTS_C,
                    STAGES, DROP)),
         (produce_weights, ((both_desc, extra_desc, form_desc), (tiles_b, tiles_e), full, empty, groups, C, R2, SLOTS)),
-        (produce_tokens, ((c_desc, branches_desc, again_desc), tiles_c, ring, (full_c, empty_c, full_b, empty_b), groups, C, R2,
-                          GROUPS, SLOTS_C, STAGES)),
+        (produce_tokens, ((c_desc, branches_desc, again_desc), tiles_c, ring, (full_c, empty_c, full_b, empty_b),
+                          groups, C, R2, GROUPS, SLOTS_C, STAGES)),
     ], [4, 1, 1], [REGISTERS, 24, 24])  # fmt: skip

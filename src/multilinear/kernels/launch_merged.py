@@ -36,9 +36,9 @@ def mu2_merged_back(
     grad: Tensor, n: Tensor, branches: Tensor, stats: Tensor, keep: Tensor | None, inner: Tensor, taken: Tensor,
     out: Tensor, ready: Prepared, s: Sizes, forms: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The way back through that: the gradient of the product of both branches, the numbers that multiply n in what their
-    norms take, and the gradient of the input. Parts of the sums of those numbers, and of those for the gradient of the
-    layer's last bias."""
+    """The way back through that: the gradient of the product of both branches, the numbers that multiply n in what
+    their norms take, and the gradient of the input. Parts of the sums of those numbers, and of those for the gradient
+    of the layer's last bias."""
     from multilinear.kernels import hopper_merged_back
 
     plan = MERGED[s.channels, s.low2]
