@@ -1,5 +1,7 @@
 """What timm and its users expect of a model, for every model that we register."""
 
+import functools
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -15,11 +17,17 @@ NAMES = names()
 MULTI_STAGE = [name for name in NAMES if "_ms_" in name]
 
 
+@functools.cache
+def stages(name):
+    """How many, from a model that is made in full."""
+    return len(timm.create_model(name, num_classes=0).config["depths"])
+
+
 def small(name, **arguments):
     """One block a stage: the graph of the model at a depth that compiles in seconds."""
-    stages = len(timm.create_model(name, num_classes=0).config["depths"])
+    depths = (1,) * stages(name)
     torch.manual_seed(0)
-    return ml.create(name, depths=(1,) * stages, **arguments).eval()
+    return ml.create(name, depths=depths, **arguments).eval()
 
 
 def odd_image(model, batch=2, channels=3):
