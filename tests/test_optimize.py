@@ -204,8 +204,12 @@ def test_other_networks_are_compiled():
     assert fast.backend == "compile"
     with torch.no_grad():
         assert error(fast(images), net(images)) < 1e-4
+
+
+def test_the_kernel_is_for_poly_blocks(monkeypatch):
+    monkeypatch.setattr(kernels, "blocks_for", lambda dtype: True)  # as on a CPU that has it
     with pytest.raises(MultilinearError, match="no Poly-Blocks"):
-        optimize(net, backend="kernel")
+        optimize(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()), backend="kernel", dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
