@@ -20,8 +20,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# a process for each core, up to four, and one thread in each: more would wait for each other
 test: lint
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not gpu' -n auto --maxprocesses 4 --dist worksteal
 
 clean:
 	rm -rf $(VENV) demo runs .pytest_cache .mypy_cache .ruff_cache
