@@ -148,7 +148,8 @@ def sums_of_many_programs():
         first, second, mu1 = torch.randn(rows[0], 3, 48), torch.randn(rows[1], 3, 48), torch.randn(rows[2], 4, 32)
         lifting, rest = torch.randn(rows[1], 40, 48), torch.randn(rows[0], 32 * (48 + 16))
         weight = torch.empty(48, 32)
-        found, *products = _summed(first, mu1, second, lifting, rest, weight, Sizes(48, 32, 8, 48, 12))
+        apart = second[:, :2], second[:, 2]
+        found, *products = _summed(first, mu1, apart, lifting, rest, weight, Sizes(48, 32, 8, 48, 12))
         assert len(found) <= 32
         assert error(products[0], lifting.double().sum(0)) < 1e-5
         ends = rest.double().sum(0).split([32 * 48, 32 * 16])
@@ -174,7 +175,8 @@ def interpret_product_with_the_input():
     second, mu1, factor = torch.randn(5, 3, 64), torch.randn(3, 4, 64), torch.randn(64, 16)
     found = {name: torch.full_like(weight, torch.nan) for name, weight in named.items()}
     found["mu1.C.weight"].zero_()  # which comes with the product for the factor
-    sums, *products = _summed(lines, mu1, second, scaled.T @ x, factor, found["mu1.C.weight"], s)
+    apart = second[:, :2], second[:, 2]
+    sums, *products = _summed(lines, mu1, apart, scaled.T @ x, factor, found["mu1.C.weight"], s)
     _finish(*products, sums, torch.randn(192), named, found, s)
     assert all(found[name].isfinite().all() for name in FIRST_WRITES)
     parts = "norm1", "mu1.A", "mu1.D"

@@ -93,7 +93,7 @@ def through_norm(
         left, right = halves(dx)
         left += ring.index(place).load(accumulator(32)).to(gl.float32)
         right += ring.index(place + 1).load(accumulator(32)).to(gl.float32)
-        ring.index(place).store(left.to(kind))  # each thread where it has read
+        ring.index(place).store(left.to(kind))  # each warp where it has read
         ring.index(place + 1).store(right.to(kind))
         fence_async_shared()
         meet()
