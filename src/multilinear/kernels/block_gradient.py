@@ -139,8 +139,7 @@ def _second_gradients(
     ready: Prepared, s: Sizes,
 ) -> None:  # fmt: skip
     """What gradients of the second Mu-Layer are found in products over all tokens."""
-    kernel = block_weights_back.second_gradients
-    tall, wide = 64, 32
+    kernel, tall, wide = block_weights_back.second_gradients, 64, 32
     across, low_across = (triton.cdiv(len(matrix[0]), wide) for matrix in (ready.first, ready.second))
     programs = triton.cdiv(s.rank2, tall) * (across + low_across + 2)
     if not ready.merged:
