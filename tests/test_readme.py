@@ -31,10 +31,9 @@ def test_examples_of_a_page_run_one_after_the_other(page, tmp_path, monkeypatch)
     exec(compile(code, page.name, "exec"), {})
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+def run_commands(folder):
     """What each command prints, in one process: a new one would import torch anew for each."""
-    folder, found = tmp_path_factory.mktemp("commands"), {}
+    found = {}
     (folder / "examples").symlink_to(Path(__file__).parents[1] / "examples")
     with contextlib.chdir(folder):
         for line in COMMANDS:
@@ -48,11 +47,9 @@ def printed(tmp_path_factory):
     return found
 
 
-def test_commands_run(printed):
+def test_commands_run_and_print_the_table_of_models(tmp_path):
+    printed = run_commands(tmp_path)
     assert all(printed[line].strip() for line in COMMANDS)
-
-
-def test_the_table_of_models_is_the_one_that_the_command_prints(printed):
     rows = [re.split(r"\s{2,}", line.strip()) for line in printed["multilinear models"].splitlines()]
     table = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in README.splitlines()]
     for name in names():
