@@ -33,7 +33,7 @@ from multilinear.kernels.launch import launch
 
 def merges(weights: Sequence[Tensor]) -> bool:
     """Whether a block with these weights takes the second branch's matrices as one."""
-    return weights[0].is_cuda and hopper_plans.plan_merged(sizes_of(weights)) is not None
+    return hopper_plans.on_gpu(weights[0]) and hopper_plans.plan_merged(sizes_of(weights)) is not None
 
 
 def _new(weights: Sequence[Tensor], dtype: torch.dtype, merged: bool) -> Prepared:
@@ -164,11 +164,11 @@ def _first_layer(
     at all."""
     height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
-    slots = hopper_plans.plan_image(s, rows, height, width, keep_border) if x.is_cuda else None
+    slots = hopper_plans.plan_image(s, rows, height, width, keep_border) if hopper_plans.on_gpu(x) else None
     if slots is not None:
         hopper.first_layer(x, u, mid, norms, stats, keep, ready, s, slots, offsets(s), eps, save)
         return
-    ahead = hopper_plans.plan_lift(s) if x.is_cuda else None
+    ahead = hopper_plans.plan_lift(s) if hopper_plans.on_gpu(x) else None
     if ahead is not None:
         hopper.lift(x, u, norms, ready, s, ahead, offsets(s).bias, eps, save)
     else:
@@ -179,7 +179,7 @@ def _first_layer(
             x, u, ready.lifting, ready.vectors, rows, eps, **constants(s, kernel.arg_names),
             T=tile.tokens, J=tile.chunk, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
-    first = hopper_plans.plan_first(s, rows, height, width, keep_border) if x.is_cuda else None
+    first = hopper_plans.plan_first(s, rows, height, width, keep_border) if hopper_plans.on_gpu(x) else None
     if first is not None:
         hopper.mu1(x, u, mid, stats, keep, ready, s, first, offsets(s).mu1, eps, save)
     else:
@@ -195,7 +195,7 @@ def _first_layer(
 
 def _new_norms(x: Tensor, s: Sizes) -> Tensor:
     """Memory for two numbers of each token, which only kernels for Hopper leave."""
-    there = x.is_cuda and hopper_plans.plan_lift(s) is not None
+    there = hopper_plans.on_gpu(x) and hopper_plans.plan_lift(s) is not None
     return x.new_empty((2, x.numel() // s.channels) if there else 0, dtype=torch.float32)
 
 
@@ -231,7 +231,7 @@ def poly_block_now(
     norms = _new_norms(x, s) if save else x.new_empty(0)
     _first_layer(x, u, mid, norms, stats1, keep1, ready, s, keep_border, eps, save)
     n, d = (x.new_empty((rows, width) if save else 0) for width in _second_widths(s, ready.merged))
-    plan = hopper_plans.plan_for(s, save) if x.is_cuda else None
+    plan = hopper_plans.plan_for(s, save) if hopper_plans.on_gpu(x) else None
     if ready.merged:
         roots = Roots(*prepared[fields:]) if prepared[fields:] else None
         launch_merged.mu2_merged(mid, out, keep2, n, d, stats2, ready, roots, s, offsets(s).forms, eps, save)

@@ -78,7 +78,7 @@ def _second_layer(
     # a product over all tokens is faster with whole tiles; its rows for the columns past the last of P are not read
     h, wide, Q = (mid.new_empty(rows, width) for width in (rank, fixed["SP"], fixed["SQ"]))
     P = wide[:, : len(ready.stack)]
-    plan = hopper_plans.plan_back(s) if mid.is_cuda else None
+    plan = hopper_plans.plan_back(s) if hopper_plans.on_gpu(mid) else None
     if plan is not None:
         out, sums = hopper.mu2_back(grad, mid, n, d, stats, keep, h, P, Q, ready, s, plan, offsets(s).forms, eps)
     else:
@@ -91,7 +91,7 @@ def _second_layer(
         torch.mm(Q, ready.low_stack, out=P[:, -low:])
     if plan is None or not plan.whole:
         # P = [gradient | k n | k, 0... | gradient of d] meets [A; A'A; A'a; 0...; D], as Q does the same of B
-        last = hopper_plans.plan_norm_back(s) if mid.is_cuda else None
+        last = hopper_plans.plan_norm_back(s) if hopper_plans.on_gpu(mid) else None
         if last is not None:
             out, sums = hopper.norm_back(P, mid, grad, keep, ready, s, last, eps)
         else:
@@ -183,8 +183,8 @@ def _first_layer(
     kernel = block_backward.mu1_back
     fixed = constants(s, kernel.arg_names)
     E, h, db, d = torch.empty_like(u), *(x.new_empty(rows, wide) for wide in (rank, rank, fixed["SD1"]))
-    image = x.is_cuda and hopper_plans.plan_image(s, rows, height, width, keep_border) is not None
-    plan = hopper_plans.plan_first_back(s, rows, height, width, keep_border) if x.is_cuda else None
+    image = hopper_plans.on_gpu(x) and hopper_plans.plan_image(s, rows, height, width, keep_border) is not None
+    plan = hopper_plans.plan_first_back(s, rows, height, width, keep_border) if hopper_plans.on_gpu(x) else None
     if plan is not None:
         sums = hopper.mu1_back(grad, u, norms, stats, keep, E, h, db, d, ready, s, plan, offsets(s).mu1, image)
     else:
@@ -197,7 +197,7 @@ def _first_layer(
             KEEP=keep_border, DROP=keep is not None, **steps(tile, rank), STAGES=tile.stages,
             J=chunk_of_many(s, tile.chunk),
         )  # fmt: skip
-    last = hopper_plans.plan_lift_back(s, rows, height, width, keep_border) if x.is_cuda else None
+    last = hopper_plans.plan_lift_back(s, rows, height, width, keep_border) if hopper_plans.on_gpu(x) else None
     if last is not None:
         if image:
             du, (out, norm_sums) = E, hopper.image_back(E, x, grad, keep, norms, ready, s, last)

@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import triton
+from torch import Tensor
 
 from multilinear.kernels.block_sizes import Sizes
 
@@ -143,6 +144,11 @@ LIFT_BACK = {
 # By channels, for the products over all tokens that end the first Mu-Layer's way back: how many come at a time, and how
 # many times as many are kept.
 PRODUCTS = {64: (64, 7), 128: (64, 4), 192: (32, 5)}
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether x is where these kernels run."""
+    return x.is_cuda
 
 
 @lru_cache

@@ -1,0 +1,94 @@
+"""The Hopper kernels, simulated on the CPU: whole blocks against the plain code in float64, forward and back,
+at every width that they take. What is beside them runs in Triton's interpreter, and so in processes of their own, as
+which this file is then run."""
+
+import sys
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import triton
+from test_block import close_gradients, error, exact, perturbed, run, run_interpreted
+
+from multilinear.kernels import block_small, hopper, hopper_plans, launch_merged
+from multilinear.layers import PolyBlock
+
+FIRST = ["lift", "mu1"], ["mu1_back", "lift_back", "first_products"]
+IMAGE = ["first_layer"], ["mu1_back", "image_back", "first_products"]
+SECOND = ["mu2"], ["mu2_back"]
+MERGED = ["mu2_merged"], ["mu2_merged_back", "second_products"]
+
+
+@contextmanager
+def on_hopper(seed, version="3.6.0"):
+    """As if tensors were on a GPU with two processors, so that each takes several tiles."""
+    from simulated import simulating
+
+    with pytest.MonkeyPatch.context() as patch, simulating(seed) as launched:
+        patch.setattr(triton, "__version__", version)
+        patch.setattr(hopper_plans, "on_gpu", lambda x: True)
+        patch.setattr(block_small, "plan_for", lambda *sizes: None)  # which would take so few tokens
+        for module in (hopper, launch_merged):
+            patch.setattr(module, "processors", lambda device: 2)
+        yield launched
+
+
+def check(dim, shrinkage, grid, images, dtype, first, second, last=(), seed=0, version="3.6.0"):
+    """A block in training, with paths that are dropped, and in inference."""
+    torch.manual_seed(seed)
+    kept = 1.25 * torch.rand(2, images).round()
+    block = perturbed(PolyBlock(dim, shrinkage=shrinkage, drop_path=0.2)).to(dtype)
+    x, grad = torch.randn(2, images, *grid, dim).to(dtype)
+    forward = partial(block._fused, dtype=dtype)
+    close = {torch.bfloat16: (1e-2, 2e-2), torch.float16: (1.5e-3, 4e-3)}[dtype]
+    with on_hopper(seed, version) as launched:
+        found = run(block, x, grad, kept, forward=forward)
+    assert sorted(launched) == sorted([*first[0], *second[0], *second[1], *last, *first[1]])
+    expected = exact(block, x, grad, kept)
+    assert error(found[0], expected[0]) < close[0]
+    close_gradients(block, found[1], expected[1], close[1])
+    block.eval()
+    with on_hopper(seed + 1, version) as launched, torch.no_grad():
+        out = forward(x)
+    assert launched == first[0] + second[0]
+    assert error(out, exact(block, x, grad)[0]) < close[0]
+
+
+def interpret_64():
+    check(64, 8, (7, 7), 8, torch.float16, FIRST, SECOND)
+    check(64, 8, (5, 9), 3, torch.bfloat16, FIRST, SECOND, seed=1, version="3.9.0")
+
+
+def interpret_128():
+    check(128, 8, (7, 6), 8, torch.bfloat16, FIRST, SECOND, last=["norm_back"])
+
+
+def interpret_192():
+    check(192, 8, (7, 7), 6, torch.float16, FIRST, SECOND, last=["norm_back"])
+
+
+def interpret_256():
+    check(256, 8, (7, 7), 4, torch.float16, (FIRST[0], []), SECOND)
+
+
+def interpret_images():
+    check(192, 4, (8, 8), 7, torch.float16, IMAGE, MERGED)
+
+
+def interpret_merged():
+    check(192, 4, (5, 7), 3, torch.bfloat16, FIRST, MERGED, version="3.9.0")
+
+
+INTERPRETED = {name: value for name, value in list(globals().items()) if name.startswith("interpret_")}
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_in_the_interpreter(name):
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+    run_interpreted(__file__, name)
+
+
+if __name__ == "__main__":
+    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
+    INTERPRETED[sys.argv[1]]()
