@@ -77,7 +77,7 @@ def interpret_images():
 
 
 def interpret_merged():
-    check(192, 4, (5, 7), 3, torch.bfloat16, FIRST, MERGED, version="3.9.0")
+    check(192, 4, (5, 7), 9, torch.bfloat16, FIRST, MERGED, version="3.9.0")
 
 
 INTERPRETED = {name: value for name, value in list(globals().items()) if name.startswith("interpret_")}

@@ -253,8 +253,7 @@ def load_tile(matrix, corner, bar, tile):
         tile.memory.coming[tile.words] -= 1
         barrier.change(0, -places.numel() * matrix.itemsize)
 
-    Program.now.copies.append(come)
-    Program.now.wait()
+    Program.now.copy(come)
 
 
 def store_tile(matrix, corner, tile):

@@ -30,7 +30,8 @@ class Program:
     def __init__(self, number, count, warps, seed):
         self.number, self.count, self.warps = number, count, warps
         self.chance = random.Random(1000 * seed + number)
-        self.memories, self.barriers, self.copies = [], {}, []
+        self.memories, self.barriers = [], {}
+        self.copies, self.late = [], []  # the latter come in only when nothing else can go on
         self.first, self.groups, self.error = Group(0), [], None
 
     @property
@@ -42,7 +43,7 @@ class Program:
         Program.now = self
         try:
             kernel(**arguments)
-            if self.copies:
+            if self.copies or self.late:
                 raise Wrong("a copy is still on its way at the end")
         finally:
             Program.now = None
@@ -88,10 +89,15 @@ class Program:
         if self.error is not None:
             raise Stopped
 
+    def copy(self, come):
+        (self.late if self.chance.random() < 0.3 else self.copies).append(come)
+        self.wait()
+
     def _let_one_in(self):
-        if not self.copies:
+        if not self.copies and not self.late:
             raise Wrong("all wait for what never comes")
-        self.copies.pop(self.chance.randrange(len(self.copies)))()
+        # the last of those that are late, so that the first ones are as late as can be
+        (self.copies.pop(self.chance.randrange(len(self.copies))) if self.copies else self.late.pop())()
 
     def _pass_on(self):
         """To a group that can go on, if any is left; all are let go where one has failed."""
