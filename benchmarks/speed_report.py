@@ -198,6 +198,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         named = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = named[0].partition(":")[2].strip() if named else cpu
     found: dict[str, Any] = {"cpu": cpu, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+    found["vectors"] = torch.backends.cpu.get_cpu_capability()  # which PyTorch may be told to limit
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found |= {"gpu": properties.name, "gpu_memory_gb": properties.total_memory / 1e9}

@@ -46,22 +46,21 @@ def no_cached_library(monkeypatch, tmp_path):
     cpu._library.cache_clear()
 
 
+NETWORKS = [
+    {},
+    {"border": "zero"},
+    {"shift_second": False},
+    {"ranks": (36, 52), "shrinkage": 5},
+    {"widths": (64,), "depths": (2,), "shrinkage": 8, "patches": (4,), "overlap": 4},
+    {"norm": "batch"},
+    {"norm": "batch", "border": "zero", "shrinkage": 8},
+    {"norm": "batch", "border": "zero", "shift_second": False, "shrinkage": 1},
+    {"norm": "affine", "drop_path_rate": 0.1},
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"border": "zero"},
-        {"shift_second": False},
-        {"ranks": (36, 52), "shrinkage": 5},
-        {"widths": (64,), "depths": (2,), "shrinkage": 8, "patches": (4,), "overlap": 4},
-        {"norm": "batch"},
-        {"norm": "batch", "border": "zero", "shrinkage": 8},
-        {"norm": "batch", "border": "zero", "shift_second": False, "shrinkage": 1},
-        {"norm": "affine", "drop_path_rate": 0.1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("arguments", NETWORKS, ids=str)
 def test_kernel_agrees_with_the_plain_network(arguments, dtype):
     net = network(**arguments)
     fast = optimize(net, dtype=dtype)
@@ -77,6 +76,19 @@ def test_kernel_agrees_with_the_plain_network(arguments, dtype):
             kept.append(output)
     expected, found, plain = (torch.cat(kept) for kept in everything)
     assert error(found, expected) < (1e-4 if dtype == torch.float32 else max(1e-2, 1.2 * error(plain, expected)))
+
+
+@pytest.mark.skipif(not cpu.AVX2.needed <= cpu.features() or cpu.compiler() is None, reason="no AVX2 or no compiler")
+@pytest.mark.parametrize("arguments", NETWORKS, ids=str)
+def test_cpus_with_narrow_vectors_have_a_kernel_too(arguments, monkeypatch):
+    monkeypatch.setattr(cpu, "features", lambda: cpu.AVX2.needed)
+    net = network(**arguments)
+    fast = optimize(net)
+    assert fast.backend == "kernel" and fast.dtype == torch.float32 and not cpu.blocks_for(torch.bfloat16)
+    for shape in SHAPES[:-1]:
+        images = torch.randn(shape)
+        with torch.no_grad():
+            assert error(fast(images), net(images)) < 1e-4
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -186,6 +198,15 @@ def test_the_compiled_code_is_kept(no_cached_library, state, dtype):
     assert cpu.blocks_for(dtype)
     assert [path.name for path in folder.iterdir()] == [kept.name]
     assert (kept.stat().st_mtime_ns == written) == (state == "fresh")
+
+
+@pytest.mark.parametrize(("most", "missing"), [("AVX512", ""), ("AVX2", "avx512"), ("DEFAULT", "avx")])
+def test_no_wider_vectors_than_those_of_pytorch(monkeypatch, most, missing):
+    every = cpu.features()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: most)
+    found = cpu.features.__wrapped__()
+    assert found == every or missing
+    assert not any(name.startswith(missing) for name in found if missing) and ("sse2" in found) == ("sse2" in every)
 
 
 @pytest.mark.parametrize("flags", [set(), {"avx512f", "fma"}])

@@ -31,8 +31,8 @@ def optimize(model: nn.Module, *, backend: str = "auto", dtype: torch.dtype | No
     Args:
         backend: `"auto"` takes the best there is for the model and its device:
 
-            - `"kernel"`: Poly-Blocks run as one C++ function, compiled at first use (CPU with AVX-512, Linux, a C++
-              compiler);
+            - `"kernel"`: Poly-Blocks run as one C++ function, compiled at first use (CPU with AVX-512 or AVX2, Linux, a
+              C++ compiler);
             - `"graph"`: a CUDA graph, recorded for each input shape at its first use (NVIDIA GPU);
             - `"compile"`: torch.compile;
             - `"onnx"`: ONNX Runtime (CPU, float32; `pip install 'multilinear[export]'`). Never chosen by `"auto"`;
@@ -137,8 +137,8 @@ def _compiled(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.
 def _with_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     if device.type != "cpu" or not kernels.blocks_for(dtype):
         raise MultilinearError(
-            f"no kernel for {dtype} on {device} here: it needs Linux, a CPU with AVX-512 (for bfloat16, avx512_bf16), "
-            "a C++ compiler such as g++, and MULTILINEAR_KERNELS not 0; backend='auto' takes what there is"
+            f"no kernel for {dtype} on {device} here: it needs Linux, a CPU with AVX-512 or AVX2 (for bfloat16, "
+            "avx512_bf16), a C++ compiler (g++), and MULTILINEAR_KERNELS not 0; backend='auto' takes what there is"
         )
     root = nn.ModuleDict({"model": model.float()})
     runs = list(_runs(root))
@@ -186,7 +186,7 @@ def _form(block: PolyBlock) -> tuple[Any, ...] | None:
         eps = {None}
         folded = kind == (PolyBlock, FoldedMuLayer, FoldedMuLayer)
         known = folded and type(block.norm1) is nn.Identity and type(block.norm2) is nn.Identity
-    if not known or block.in_features % cpu.LANES:
+    if not known or block.in_features % cpu.CHANNELS:
         return None
     shifts = [shift for mu in layers for shift in (mu.shift, mu.shift_second)]
     borders = [_border(shift) for shift in shifts]

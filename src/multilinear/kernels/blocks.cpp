@@ -1,9 +1,8 @@
-// Poly-Blocks on a CPU with AVX-512: everything between a block's input and its output stays in the cache.
+// Poly-Blocks on a CPU with AVX-512 or AVX2: everything between a block's input and its output stays in the cache.
 //
 // The spatial shift is the only step in which tokens meet. So one pass over tiles of tokens does, for each tile: gather
 // the shifted [A|D]x of the first Mu-Layer, B, norms, product, C, the whole second Mu-Layer, and [A|D]x of the next
 // block, which is kept for the next pass. Python has folded the affine maps of all norms and packed the weights.
-#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -11,49 +10,16 @@
 #include <cstring>
 #include <vector>
 
-namespace {
+#include "lanes.h"
 
-using I = int64_t;
-constexpr I LANES = 16;
+namespace {
 
 inline I round_up(I n, I to) { return (n + to - 1) / to * to; }
 
-// How numbers are kept between matrices: bfloat16, whose products are summed in pairs, or float.
-struct Half {
-    using T = uint16_t;
-    static constexpr I PAIR = 2;
-    static inline __m512 madd(__m512 sum, const T* a, const T* w) {
-        int32_t pair;
-        std::memcpy(&pair, a, 4);
-        return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)_mm512_loadu_si512(w));
-    }
-    static inline void store(T* to, __m512 x) { _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(x)); }
-    static inline void copy(T* to, __mmask16 mask, const T* from) {
-        _mm256_mask_storeu_epi16(to, mask, _mm256_maskz_loadu_epi16(mask, from));
-    }
-    static inline void widen(float* to, __mmask16 mask, const T* from) {
-        __m512i x = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from)), 16);
-        _mm512_mask_storeu_ps(to, mask, _mm512_castsi512_ps(x));
-    }
-};
-
-struct Full {
-    using T = float;
-    static constexpr I PAIR = 1;
-    static inline __m512 madd(__m512 sum, const T* a, const T* w) {
-        return _mm512_fmadd_ps(_mm512_set1_ps(*a), _mm512_loadu_ps(w), sum);
-    }
-    static inline void store(T* to, __m512 x) { _mm512_storeu_ps(to, x); }
-    static inline void copy(T* to, __mmask16 mask, const T* from) {
-        _mm512_mask_storeu_ps(to, mask, _mm512_maskz_loadu_ps(mask, from));
-    }
-    static inline void widen(float* to, __mmask16 mask, const T* from) { copy(to, mask, from); }
-};
-
 struct Linear {
-    const void* weight;  // panels of up to 4 vectors of outputs; in each, inputs (in pairs) by outputs
+    const void* weight;  // panels of up to PANEL vectors of outputs; in each, inputs (in pairs) by outputs
     const float* bias;
-    I vectors, inputs;  // 16 outputs each; 0 vectors for a missing matrix
+    I vectors, inputs;  // LANES outputs each; 0 vectors for a missing matrix
 };
 
 struct Mu {
@@ -83,11 +49,11 @@ enum Into { SCRATCH, KEPT, STREAM };
 template <class F, int N, int R>
 inline void panel(const typename F::T* x, I ldx, const typename F::T* w, const float* bias, I inputs, Into into,
                   void* out, I ldo, I rows) {
-    __m512 sum[R][N];
+    Vector sum[R][N];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
-        for (int n = 0; n < N; n++) sum[r][n] = _mm512_loadu_ps(bias + LANES * n);
+        for (int n = 0; n < N; n++) sum[r][n] = load(bias + LANES * n);
     for (I k = 0; k < inputs; k += F::PAIR) {
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++)
@@ -102,11 +68,11 @@ inline void panel(const typename F::T* x, I ldx, const typename F::T* w, const f
         for (int n = 0; n < N; n++) {
             float* wide = (float*)out + r * ldo + LANES * n;
             if (into == KEPT)
-                F::store((typename F::T*)out + r * ldo + LANES * n, sum[r][n]);
+                F::put((typename F::T*)out + r * ldo + LANES * n, sum[r][n]);
             else if (into == SCRATCH)
-                _mm512_storeu_ps(wide, sum[r][n]);
+                store(wide, sum[r][n]);
             else
-                _mm512_storeu_ps(wide, _mm512_add_ps(_mm512_loadu_ps(wide), sum[r][n]));
+                store(wide, load(wide) + sum[r][n]);
         }
     }
 }
@@ -123,15 +89,21 @@ template <class F>
 void multiply(const typename F::T* x, I ldx, const Linear& by, Into into, void* out, I ldo, I rows) {
     auto w = (const typename F::T*)by.weight;
     const I size = into == KEPT ? sizeof(typename F::T) : sizeof(float);
-    for (I v = 0; v < by.vectors; v += 4) {
+    for (I v = 0; v < by.vectors; v += PANEL) {
         const float* bias = by.bias + LANES * v;
         char* to = (char*)out + LANES * v * size;
-        const I n = std::min<I>(4, by.vectors - v), k = by.inputs;
-        switch (n) {
-            case 4: panels<F, 4, 6>(x, ldx, w, bias, k, into, to, ldo, rows, size); break;
-            case 3: panels<F, 3, 8>(x, ldx, w, bias, k, into, to, ldo, rows, size); break;
-            case 2: panels<F, 2, 12>(x, ldx, w, bias, k, into, to, ldo, rows, size); break;
-            default: panels<F, 1, 12>(x, ldx, w, bias, k, into, to, ldo, rows, size);
+        const I n = std::min<I>(PANEL, by.vectors - v), k = by.inputs;
+        if constexpr (PANEL == 4) {
+            switch (n) {
+                case 4: panels<F, 4, 6>(x, ldx, w, bias, k, into, to, ldo, rows, size); break;
+                case 3: panels<F, 3, 8>(x, ldx, w, bias, k, into, to, ldo, rows, size); break;
+                case 2: panels<F, 2, 12>(x, ldx, w, bias, k, into, to, ldo, rows, size); break;
+                default: panels<F, 1, 12>(x, ldx, w, bias, k, into, to, ldo, rows, size);
+            }
+        } else if (n == 2) {
+            panels<F, 2, 6>(x, ldx, w, bias, k, into, to, ldo, rows, size);
+        } else {
+            panels<F, 1, 12>(x, ldx, w, bias, k, into, to, ldo, rows, size);
         }
         w += n * LANES * k;
     }
@@ -139,41 +111,41 @@ void multiply(const typename F::T* x, I ldx, const Linear& by, Into into, void* 
 
 // One over the deviation of each of R rows about their means. Several rows at once, as each waits for its own sums.
 template <int R>
-inline void deviations(const float* x, I ldx, I width, I count, float eps, bool centred, __m512* mean, __m512* scale) {
-    __m512 sum[R], square[R];
+inline void deviations(const float* x, I ldx, I width, I count, float eps, bool centred, Vector* mean, Vector* scale) {
+    Vector sum[R], square[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; r++) sum[r] = square[r] = mean[r] = _mm512_setzero_ps();
+    for (int r = 0; r < R; r++) sum[r] = square[r] = mean[r] = all(0);
     if (!centred) {
         for (I c = 0; c < width; c += LANES)
 #pragma GCC unroll 4
-            for (int r = 0; r < R; r++) sum[r] = _mm512_add_ps(sum[r], _mm512_loadu_ps(x + r * ldx + c));
+            for (int r = 0; r < R; r++) sum[r] = sum[r] + load(x + r * ldx + c);
 #pragma GCC unroll 4
-        for (int r = 0; r < R; r++) mean[r] = _mm512_set1_ps(_mm512_reduce_add_ps(sum[r]) / count);
+        for (int r = 0; r < R; r++) mean[r] = all(sum_lanes(sum[r]) / count);
     }
     for (I c = 0; c < width; c += LANES)
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            const __m512 d = _mm512_sub_ps(_mm512_loadu_ps(x + r * ldx + c), mean[r]);
-            square[r] = _mm512_fmadd_ps(d, d, square[r]);
+            const Vector d = load(x + r * ldx + c) - mean[r];
+            square[r] = fma(d, d, square[r]);
         }
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
         // the padding is zero, and so as far from the mean as the mean is from zero
-        const float m = _mm512_cvtss_f32(mean[r]), total = _mm512_reduce_add_ps(square[r]) - (width - count) * m * m;
-        scale[r] = _mm512_set1_ps(1 / __builtin_sqrtf(total / count + eps));
+        const float m = first(mean[r]), total = sum_lanes(square[r]) - (width - count) * m * m;
+        scale[r] = all(1 / __builtin_sqrtf(total / count + eps));
     }
 }
 
 // layer norm without its affine map, or a mere change of type
 template <class F, int R>
 inline void normalise_rows(const float* x, I dim, float eps, bool norm, typename F::T* out) {
-    __m512 mean[R], scale[R];
+    Vector mean[R], scale[R];
     if (norm) deviations<R>(x, dim, dim, dim, eps, false, mean, scale);
     for (I c = 0; c < dim; c += LANES)
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            __m512 v = _mm512_loadu_ps(x + r * dim + c);
-            F::store(out + r * dim + c, norm ? _mm512_mul_ps(_mm512_sub_ps(v, mean[r]), scale[r]) : v);
+            Vector v = load(x + r * dim + c);
+            F::put(out + r * dim + c, norm ? (v - mean[r]) * scale[r] : v);
         }
 }
 
@@ -188,23 +160,23 @@ void normalise(const float* x, I dim, float eps, bool norm, typename F::T* out, 
 template <class F, int R>
 inline void product_rows(const float* f, const float* s, const Mu& mu, I width, float eps, bool norm, bool centred,
                          typename F::T* out) {
-    __m512 mean[R], none[R], scale_f[R], scale_s[R];
+    Vector mean[R], none[R], scale_f[R], scale_s[R];
     if (norm) {
         deviations<R>(f, width, width, mu.hidden, eps, centred, mean, scale_f);
         deviations<R>(s, width, width, mu.hidden, eps, true, none, scale_s);
     }
     for (I c = 0; c < width; c += LANES) {
-        const __m512 scale_a = _mm512_loadu_ps(mu.scale_a + c), shift_a = _mm512_loadu_ps(mu.shift_a + c);
-        const __m512 scale_b = _mm512_loadu_ps(mu.scale_b + c), shift_b = _mm512_loadu_ps(mu.shift_b + c);
+        const Vector scale_a = load(mu.scale_a + c), shift_a = load(mu.shift_a + c);
+        const Vector scale_b = load(mu.scale_b + c), shift_b = load(mu.shift_b + c);
 #pragma GCC unroll 4
         for (int r = 0; r < R; r++) {
-            __m512 p = _mm512_loadu_ps(f + r * width + c), q = _mm512_loadu_ps(s + r * width + c);
+            Vector p = load(f + r * width + c), q = load(s + r * width + c);
             if (norm) {
-                p = _mm512_mul_ps(_mm512_sub_ps(p, mean[r]), scale_f[r]);
-                q = _mm512_mul_ps(q, scale_s[r]);
+                p = (p - mean[r]) * scale_f[r];
+                q = q * scale_s[r];
             }
-            p = _mm512_fmadd_ps(p, scale_a, shift_a);
-            F::store(out + r * width + c, _mm512_mul_ps(p, _mm512_fmadd_ps(q, scale_b, shift_b)));
+            p = fma(p, scale_a, shift_a);
+            F::put(out + r * width + c, p * fma(q, scale_b, shift_b));
         }
     }
 }
@@ -220,19 +192,19 @@ void product(const float* f, const float* s, const Mu& mu, I width, float eps, b
 }
 
 // a stretch of one vector of channels that moves one way
-struct Piece { I quarter, channel; __mmask16 mask; };
+struct Piece { I quarter, channel; Mask mask; };
 
 std::vector<Piece> pieces(I channels) {
-    std::vector<Piece> all;
+    std::vector<Piece> found;
     for (I q = 0; q < 4; q++) {
         // the last one takes the padding along, which is zero everywhere
         const I begin = channels * q / 4, end = q < 3 ? channels * (q + 1) / 4 : round_up(channels, LANES);
         for (I c = begin / LANES * LANES; c < end; c += LANES) {
             const I low = std::max(begin - c, I(0)), high = std::min(end - c, LANES);
-            if (high > low) all.push_back({q, c, (__mmask16)((1u << high) - (1u << low))});
+            if (high > low) found.push_back({q, c, lanes((1u << high) - (1u << low))});
         }
     }
-    return all;
+    return found;
 }
 
 struct Shape { I batch, height, width, dim; };
@@ -310,7 +282,7 @@ void run(float* x, const Shape& shape, const std::vector<Block>& blocks, float e
                         F::widen(f + r * wide1 + piece.channel, piece.mask,
                                  (shift_a ? near : own)[piece.quarter] + piece.channel);
                     for (const Piece& piece : pieces_d)
-                        F::copy(lows + r * low1 + piece.channel, piece.mask,
+                        F::move(lows + r * low1 + piece.channel, piece.mask,
                                 (shift_d ? near : own)[piece.quarter] + wide1 + piece.channel);
                 }
                 float* here = x + t * dim;

@@ -1,4 +1,4 @@
-"""Poly-Blocks as one C++ function, for x86 CPUs with AVX-512. It is compiled at first use and kept in the user's cache.
+"""Poly-Blocks as one C++ function, for x86 CPUs with AVX-512 or AVX2; it is compiled at first use and kept in a cache.
 
 Where that cannot be (another CPU, no compiler), `blocks_for` says no and callers use the plain code.
 """
@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,27 @@ from torch.nn import functional as F
 
 from multilinear.errors import MultilinearError
 
-SOURCE = Path(__file__).with_name("blocks.cpp")
+SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("blocks.cpp", "lanes.h"))
+FLAGS = "-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared"
+
+
+class Vectors(NamedTuple):
+    """Numbers in a vector, vectors of outputs that one pass over the inputs sums up (as in lanes.h), and what the CPU
+    and the compiler must know for it."""
+
+    lanes: int
+    panel: int
+    needed: frozenset[str]
+    flags: tuple[str, ...]
+
+
 # The instructions are named, not "native", so that a cache may be shared between machines.
-FLAGS = (
-    "-std=c++17", "-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma", "-fopenmp",
-    "-fPIC", "-shared",
+AVX512 = Vectors(
+    16, 4, frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}),
+    ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
 )  # fmt: skip
-NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}
-LANES = 16  # numbers in a vector
-PANEL = 4 * LANES  # outputs that one pass over the inputs sums up
+AVX2 = Vectors(8, 2, frozenset({"avx2", "fma"}), ("-mavx2", "-mfma"))
+CHANNELS = 16  # of which blocks have a multiple, whatever the vectors
 TILE = 48  # tokens that go through a block together: what lies between its matrices then stays in the cache
 ROWS = 12  # tokens are multiplied so many at a time, or by a divisor of it
 SHIFTS = {None: 0, "keep": 1, "zero": 2}
@@ -55,7 +67,7 @@ class Blocks(nn.Module):
     """Poly-Blocks of one width on (B, H, W, C), for inference; sums and the residual stream are float32.
 
     Args:
-        blocks: the two Mu-Layers of each block. All blocks have the same sizes, and C is a multiple of 16.
+        blocks: the two Mu-Layers of each block. All blocks have the same sizes, and C is a multiple of `CHANNELS`.
         eps: of the layer norms, without affine maps, ahead of each Mu-Layer and on both its branches. B is then centred
             (its outputs have mean zero whatever its input), and so is A where it is not shifted. None for no norms.
         shifts: borders of the shifts on both branches of the first Mu-Layers.
@@ -70,7 +82,9 @@ class Blocks(nn.Module):
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.depth, self.eps, self.dtype = len(blocks), eps, dtype
+        vectors = _vectors()
+        assert vectors is not None, "Blocks needs blocks_for(dtype)"
+        self.depth, self.eps, self.dtype, self.vectors = len(blocks), eps, dtype, vectors
         self.dim = blocks[0][0].C[0].shape[0]
         self.shifts = [SHIFTS[shift] for shift in shifts]
         parts: list[Tensor] = []
@@ -88,10 +102,10 @@ class Blocks(nn.Module):
                 if matrix is None:
                     table += [0, 0, 0, 0]
                 else:
-                    weight, bias = pack(matrix, dtype)
-                    table += [put(weight), put(bias), bias.numel() // LANES, weight.numel() // bias.numel()]
+                    weight, bias = pack(matrix, dtype, vectors)
+                    table += [put(weight), put(bias), bias.numel() // vectors.lanes, weight.numel() // bias.numel()]
             for vector in (mu.scale_a, mu.shift_a, mu.scale_b, mu.shift_b):
-                table.append(put(F.pad(vector.float(), (0, -vector.numel() % LANES))))
+                table.append(put(F.pad(vector.float(), (0, -vector.numel() % vectors.lanes))))
             table += [mu.A[0].shape[0], mu.B[0].shape[1]]
         # offsets into one buffer rather than addresses, so that copies of this module are modules of their own
         self.register_buffer("packed", torch.cat(parts))
@@ -100,7 +114,7 @@ class Blocks(nn.Module):
         self.table: Tensor
 
     def forward(self, x: Tensor) -> Tensor:
-        run = _library()
+        run = _library(self.vectors)
         assert run is not None, "Blocks needs blocks_for(dtype)"
         if x.shape[-1] != self.dim or x.ndim < 3 or {x.device.type, self.packed.device.type} != {"cpu"}:
             raise MultilinearError(
@@ -125,23 +139,26 @@ class Blocks(nn.Module):
         return out
 
 
-def pack(matrix: Map, dtype: torch.dtype) -> Map:
+def pack(matrix: Map, dtype: torch.dtype, vectors: Vectors) -> Map:
     """Weights in the order in which the C++ code reads them, both sides padded with zeros; the bias in float32.
 
-    >>> [part.numel() for part in pack((torch.ones(8, 3), torch.ones(8)), torch.bfloat16)]
+    >>> [part.numel() for part in pack((torch.ones(9, 3), torch.ones(9)), torch.bfloat16, AVX512)]
     [64, 16]
     """
     weight, bias = matrix
+    lanes = vectors.lanes
     pair = 2 if dtype == torch.bfloat16 else 1
     outputs, inputs = weight.shape
-    weight = F.pad(weight, (0, -inputs % pair, 0, -outputs % LANES)).to(dtype)
-    panels = [part.t().reshape(-1, pair, part.shape[0]).transpose(1, 2).flatten() for part in weight.split(PANEL)]
-    return torch.cat(panels), F.pad(bias.float(), (0, -outputs % LANES))
+    weight = F.pad(weight, (0, -inputs % pair, 0, -outputs % lanes)).to(dtype)
+    panels = weight.split(vectors.panel * lanes)
+    ordered = [part.t().reshape(-1, pair, part.shape[0]).transpose(1, 2).flatten() for part in panels]
+    return torch.cat(ordered), F.pad(bias.float(), (0, -outputs % lanes))
 
 
 @functools.cache
 def features() -> frozenset[str]:
-    """Instruction sets of this CPU, as Linux names them; empty where it does not say.
+    """Instruction sets of this CPU, as Linux names them; empty where it does not say. Of those with vectors only what
+    PyTorch uses, which `ATEN_CPU_CAPABILITY` may limit.
 
     >>> "avx512_bf16" in features() or "avx512_bf16" not in features()
     True
@@ -150,7 +167,9 @@ def features() -> frozenset[str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), []))
+    named = next((line.split(":")[1].split() for line in lines if line.startswith("flags")), [])
+    wide = {"AVX512": (), "AVX2": ("avx512", "amx")}.get(torch.backends.cpu.get_cpu_capability(), ("avx", "amx"))
+    return frozenset(name for name in named if not name.startswith(wide))
 
 
 def blocks_for(dtype: torch.dtype) -> bool:
@@ -159,8 +178,14 @@ def blocks_for(dtype: torch.dtype) -> bool:
     >>> blocks_for(torch.float64)
     False
     """
-    needed = {torch.float32: NEEDED, torch.bfloat16: NEEDED | {"avx512_bf16"}}.get(dtype)
-    return needed is not None and needed <= features() and _library() is not None
+    vectors = _vectors()
+    known = dtype == torch.float32 or (dtype == torch.bfloat16 and vectors == AVX512 and "avx512_bf16" in features())
+    return known and vectors is not None and _library(vectors) is not None
+
+
+def _vectors() -> Vectors | None:
+    """The widest that this CPU has."""
+    return next((vectors for vectors in (AVX512, AVX2) if vectors.needed <= features()), None)
 
 
 def compiler() -> str | None:
@@ -174,13 +199,14 @@ def compiler() -> str | None:
 
 
 @functools.cache
-def _library() -> Any | None:
-    """The C++ function, or None where it cannot be compiled or loaded."""
-    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
+def _library(vectors: Vectors) -> Any | None:
+    """The C++ function for these vectors, or None where it cannot be compiled or loaded."""
+    flags = FLAGS + vectors.flags
+    key = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kept = home / "multilinear" / f"blocks-{key}.so"
     try:
-        run = _load(kept).multilinear_blocks
+        run = _load(kept, flags).multilinear_blocks
     except (OSError, AttributeError, subprocess.SubprocessError):
         return None
     address, number = ctypes.c_void_p, ctypes.c_int64
@@ -189,7 +215,7 @@ def _library() -> Any | None:
     return run
 
 
-def _load(kept: Path) -> ctypes.CDLL:
+def _load(kept: Path, flags: Sequence[str]) -> ctypes.CDLL:
     """Load `kept`, compiled anew if it is not there or no library; for this process only if it cannot be written."""
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(kept))
@@ -198,7 +224,7 @@ def _load(kept: Path) -> ctypes.CDLL:
         program = compiler()
         if program is None:
             raise FileNotFoundError("no C++ compiler")
-        command = [program, *FLAGS, str(SOURCE), "-o", str(built)]
+        command = [program, *flags, str(SOURCE), "-o", str(built)]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
         library = ctypes.CDLL(str(built))
         with contextlib.suppress(OSError):
