@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from multilinear.kernels.hopper import tiled
-from multilinear.kernels.hopper_names import load_tile, reinterpret, store_tile
+from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
 from multilinear.kernels.hopper_parts import accumulator, times, zeros
 
 FAULTS = {
@@ -18,6 +18,8 @@ FAULTS = {
     "over": "still being read is written over", "again": "comes to what is still being read", "hang": "never comes",
     "twice": "to the same place", "beyond": "outside of its tensor", "view": "beyond its memory",
     "bare": "not set up", "many": "more came to a barrier", "left": "on its way at the end",
+    "behind": "other warps may still read is written over", "ahead": "comes to what other warps may still read",
+    "loaded": "comes to what other warps may still read",
 }  # fmt: skip
 
 
@@ -38,6 +40,16 @@ def copy_and_multiply(tiles, full, a_desc, b_desc, out_desc, out_ptr, FAULT: gl.
         tiles.index(2).store(a.to(a_desc.dtype))
     if FAULT != "early":
         product = warpgroup_mma_wait(0, deps=[product])
+    if FAULT == "behind":
+        tiles.index(1).store(product.to(a_desc.dtype))
+    if FAULT == "ahead":
+        mbarrier.expect(full.index(1), 64 * 64 * 2)
+        load_tile(a_desc, [0, 0], full.index(1), tiles.index(1))
+    meet()
+    if FAULT == "loaded":
+        tiles.index(1).load(accumulator(64))
+        mbarrier.expect(full.index(1), 64 * 64 * 2)
+        load_tile(a_desc, [0, 0], full.index(1), tiles.index(1))
     tiles.index(2).store(product.to(a_desc.dtype))
     fence_async_shared()
     store_tile(out_desc, [0, 0], tiles.index(2))

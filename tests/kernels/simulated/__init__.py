@@ -1,9 +1,10 @@
 """Runs Gluon kernels on the CPU, from their source, and looks for what a GPU does not report.
 
 Groups of warps are threads that take turns at random, and copies come in when chance has it. Shared memory that nobody
-wrote is NaN. It is an error to read what is still on its way, to write over what a product or a copy still reads, to
-give these what was stored without a fence, to use a product before it is waited for, to leave the bounds of a tensor,
-and to wait for what never comes. What it does not see: warps of one group that do not wait for each other, how much
+wrote is NaN. It is an error to read what is still on its way, to write over what a product or a copy still reads, or
+other warps of the group may, which did not meet since; to give products or copies what was stored without a fence, to
+use a product before it is waited for, to leave the bounds of a tensor, and to wait for what never comes. That warps
+which store and load tiles themselves wait for each other is up to the compiler. What it does not see either: how much
 memory and how many registers there are, and how fast anything is.
 """
 
@@ -31,7 +32,7 @@ def _replacements():
         init=program.start_barrier, wait=program.wait_for, expect=program.expect, arrive=program.arrive,
         MBarrierLayout=hopper.mbarrier.MBarrierLayout,
     )  # fmt: skip
-    stores = types.SimpleNamespace(store_wait=lambda count: program.wait_until(Program.now.group.stores, count))
+    stores = types.SimpleNamespace(store_wait=memory.wait_for_stores)
     loads = types.SimpleNamespace(commit_group=memory.commit_loads, wait_group=memory.wait_for_loads)
     pairs = [
         (gl, Language()), (hopper.mbarrier, barriers), (hopper.tma, stores), (hopper.async_copy, loads),
@@ -39,7 +40,7 @@ def _replacements():
         (hopper.warpgroup_mma_init, same), (hopper.warpgroup_mma_wait, products_done),
         (hopper_names.load_tile, memory.load_tile), (hopper_names.store_tile, memory.store_tile),
         (hopper_names.load_each, memory.load_each), (hopper_names.reinterpret, memory.reinterpret),
-        (hopper_names.meet, lambda: None),
+        (hopper_names.meet, memory.meet),
     ]  # fmt: skip
     return {id(theirs): ours for theirs, ours in pairs}
 

@@ -17,6 +17,8 @@ def multiply(a, b, acc, use_acc=True, is_async=False):
     tiles = [part for part in (a, b) if isinstance(part, Tile)]
     for tile in tiles:
         tile.given_away()
+        own = tile is a and not tile.turned
+        (tile.memory.left if own else tile.memory.right)[tile.words] = 1 + Program.now.group.number
     left, right = (part.read() if isinstance(part, Tile) else part.data for part in (a, b))
     assert left.dtype == right.dtype
     out = left.float() @ right.float()

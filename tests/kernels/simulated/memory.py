@@ -6,7 +6,7 @@ import math
 import torch
 from triton.experimental.gluon import language as gl
 
-from .program import OnItsWay, Program, Wrong, barrier_at
+from .program import OnItsWay, Program, Wrong, barrier_at, wait_until
 
 TYPES = {
     gl.bfloat16: torch.bfloat16, gl.float16: torch.float16, gl.float32: torch.float32, gl.int32: torch.int32,
@@ -110,20 +110,23 @@ def store(pointer, value, mask=None):
 
 
 class Memory:
-    """Of one allocation, NaN at first. For each two bytes: copies on their way there, how many read it, and which group
-    has stored it without a fence since."""
+    """Of one allocation, NaN at first. For each two bytes: copies on their way there, how many read it, which group has
+    stored it without a fence since; and which group has loaded it, or given it to a product, and did not meet since, so
+    that some of its warps may be behind. Of the left side of a product each warp reads only rows that are its own."""
 
     def __init__(self, size):
         self.bytes = torch.full((size,), 0xFF, dtype=torch.uint8)
-        self.coming, self.readers, self.stored = (torch.zeros(size // 2, dtype=torch.int16) for _ in range(3))
+        self.coming, self.readers, self.stored, self.loaded, self.left, self.right = (
+            torch.zeros(size // 2, dtype=torch.int16) for _ in range(6)
+        )
         Program.now.memories.append(self)
 
 
 class Tile:
-    """Shared memory: `places` says in which bytes each entry is."""
+    """Shared memory: `places` says in which bytes each entry is; `turned` if rows are columns of what was allocated."""
 
-    def __init__(self, memory, places, dtype, layout):
-        self.memory, self.places, self.dtype, self.layout = memory, places, dtype, layout
+    def __init__(self, memory, places, dtype, layout, turned=False):
+        self.memory, self.places, self.dtype, self.layout, self.turned = memory, places, dtype, layout, turned
 
     shape = property(lambda self: tuple(self.places.shape))
     type = property(lambda self: self)
@@ -132,8 +135,8 @@ class Tile:
     def address(self):
         return id(self.memory), int(self.places.flatten()[0])
 
-    def _at(self, places):
-        return Tile(self.memory, places, self.dtype, self.layout)
+    def _at(self, places, turned=None):
+        return Tile(self.memory, places, self.dtype, self.layout, self.turned if turned is None else turned)
 
     def index(self, i):
         return self._at(self.places[int(i)])
@@ -142,7 +145,7 @@ class Tile:
         return self._at(self.places.narrow(dim, int(start), length))
 
     def permute(self, order):
-        return self._at(self.places.permute(order))
+        return self._at(self.places.permute(order), turned=not self.turned)
 
     def entries(self):
         return self.memory.bytes.view(TYPES[self.dtype]), self.places // TYPES[self.dtype].itemsize
@@ -157,11 +160,13 @@ class Tile:
 
     def load(self, layout=None):
         self.free_of(self.memory.coming, "what is still on its way is read")
+        self.memory.loaded[self.words] = 1 + Program.now.group.number
         return Value(self.read(), layout)
 
     def store(self, value):
         self.free_of(self.memory.coming, "what is still on its way is written over")
         self.free_of(self.memory.readers, "what is still being read is written over")
+        self.free_of(self.memory.right, "what a product of other warps may still read is written over")
         assert value.dtype == self.dtype and value.shape == self.shape
         self.write(value.data)
         self.memory.stored[self.words] = 1 + Program.now.group.number
@@ -178,7 +183,16 @@ class Tile:
     def taken_by_copy(self):
         self.free_of(self.memory.coming, "two copies come to the same place")
         self.free_of(self.memory.readers, "a copy comes to what is still being read")
+        for marks in (self.memory.loaded, self.memory.left, self.memory.right):
+            self.free_of(marks, "a copy comes to what other warps may still read")
         self.memory.coming[self.words] += 1
+
+
+def meet():
+    """All warps of the group are here."""
+    for memory in Program.now.memories:
+        for marks in (memory.loaded, memory.left, memory.right):
+            marks[marks == 1 + Program.now.group.number] = 0
 
 
 def fence():
@@ -263,6 +277,11 @@ def store_tile(matrix, corner, tile):
     OnItsWay([tile], Program.now.group.stores)
 
 
+def wait_for_stores(count):
+    wait_until(Program.now.group.stores, count)
+    meet()  # the compiler adds that
+
+
 def load_each(tile, pointer, mask=None):
     """A place for each entry; entries that are not taken become zeros."""
     tile.taken_by_copy()
@@ -279,6 +298,7 @@ def commit_loads():
 
 def wait_for_loads(count):
     group = Program.now.group
+    meet()  # the compiler adds that
     while len(group.committed) > count:
         for tile, values in group.committed.pop(0):
             tile.memory.coming[tile.words] -= 1
