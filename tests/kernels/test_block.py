@@ -4,12 +4,12 @@ A check that needs the interpreter is a function `interpret_...` of this file, w
 """
 
 import copy
-import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from interpreted import main, run_interpreted
 from torch.nn import functional as F
 
 from multilinear import kernels
@@ -287,13 +287,6 @@ def prepared_numbers(block, dtype):
 INTERPRETED = {name: value for name, value in list(globals().items()) if name.startswith("interpret_")}
 
 
-def run_interpreted(file, name):
-    """Have a check of that file made in a process of its own."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    found = subprocess.run([sys.executable, file, name], env=environment, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr[-3000:]
-
-
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_in_the_interpreter(name):
     run_interpreted(__file__, name)
@@ -539,6 +532,4 @@ def test_cuda_training_with_and_without_kernels(shrinkage, calls):
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN, for those who read it too early
-    INTERPRETED[sys.argv[1]]()
+    main(INTERPRETED)

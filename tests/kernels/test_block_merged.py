@@ -2,14 +2,14 @@
 in other processes, as which this file is then run."""
 
 import copy
-import sys
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 import triton
-from test_block import agrees_with_fake, close_gradients, error, exact, perturbed, run, run_interpreted, weights_of
+from interpreted import main, run_interpreted
+from test_block import agrees_with_fake, close_gradients, error, exact, perturbed, run, weights_of
 from torch.nn import functional as F
 
 from multilinear import kernels
@@ -262,5 +262,4 @@ def test_cuda_compiled_with_merged_branches():
 
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
-    INTERPRETED[sys.argv[1]]()
+    main(INTERPRETED)

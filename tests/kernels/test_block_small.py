@@ -2,12 +2,10 @@
 process, as which this file is then run."""
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreted import main, run_interpreted
 
 from multilinear import kernels
 from multilinear.kernels import block_small
@@ -45,6 +43,7 @@ def error(found, block, x):
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
+@torch.no_grad()
 def interpret():
     from multilinear.kernels import block as host
 
@@ -81,9 +80,7 @@ def interpret():
 
 
 def test_in_the_interpreter():
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    found = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr[-3000:]
+    run_interpreted(__file__, "interpret")
 
 
 @pytest.mark.parametrize(("channels", "low", "most"), PLANS)
@@ -153,7 +150,4 @@ def test_cuda_one_after_the_other_in_a_graph():
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)  # which also fills new memory with NaN, for those who read it too early
-    with torch.no_grad():
-        interpret()
+    main({"interpret": interpret})

@@ -2,14 +2,14 @@
 at every width that they take. What is beside them runs in Triton's interpreter, and so in processes of their own, as
 which this file is then run."""
 
-import sys
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 import triton
-from test_block import close_gradients, error, exact, perturbed, run, run_interpreted
+from interpreted import main, run_interpreted
+from test_block import close_gradients, error, exact, perturbed, run
 
 from multilinear.kernels import block_small, hopper, hopper_plans, launch_merged
 from multilinear.layers import PolyBlock
@@ -90,5 +90,4 @@ def test_in_the_interpreter(name):
 
 
 if __name__ == "__main__":
-    torch.use_deterministic_algorithms(True)  # which fills new memory with NaN
-    INTERPRETED[sys.argv[1]]()
+    main(INTERPRETED)
