@@ -123,10 +123,12 @@ class Memory:
 
 
 class Tile:
-    """Shared memory: `places` says in which bytes each entry is; `turned` if rows are columns of what was allocated."""
+    """Shared memory: `places` says in which bytes each entry is; `turned` if rows are columns of what was allocated,
+    `pairs` if its entries are two of what was."""
 
-    def __init__(self, memory, places, dtype, layout, turned=False):
-        self.memory, self.places, self.dtype, self.layout, self.turned = memory, places, dtype, layout, turned
+    def __init__(self, memory, places, dtype, layout, turned=False, pairs=False):
+        self.memory, self.places, self.dtype, self.layout = memory, places, dtype, layout
+        self.turned, self.pairs = turned, pairs
 
     shape = property(lambda self: tuple(self.places.shape))
     type = property(lambda self: self)
@@ -136,7 +138,7 @@ class Tile:
         return id(self.memory), int(self.places.flatten()[0])
 
     def _at(self, places, turned=None):
-        return Tile(self.memory, places, self.dtype, self.layout, self.turned if turned is None else turned)
+        return Tile(self.memory, places, self.dtype, self.layout, self.turned if turned is None else turned, self.pairs)
 
     def index(self, i):
         return self._at(self.places[int(i)])
@@ -159,9 +161,13 @@ class Tile:
         data[places] = values
 
     def load(self, layout=None):
-        self.free_of(self.memory.coming, "what is still on its way is read")
+        data = self.read()
+        if self.pairs:  # such views have lines beyond those that are taken
+            data = data.where(self.memory.coming[self.words] == 0, -1)  # two NaN
+        else:
+            self.free_of(self.memory.coming, "what is still on its way is read")
         self.memory.loaded[self.words] = 1 + Program.now.group.number
-        return Value(self.read(), layout)
+        return Value(data, layout)
 
     def store(self, value):
         self.free_of(self.memory.coming, "what is still on its way is written over")
@@ -228,7 +234,7 @@ def reinterpret(tile, dtype, shape, layout):
     places = placed(int(tile.places.flatten()[0]), shape, dtype, layout)
     if int(places.max()) >= len(tile.memory.bytes):
         raise Wrong("a view that goes beyond its memory")
-    return Tile(tile.memory, places, dtype, layout)
+    return Tile(tile.memory, places, dtype, layout, pairs=dtype == gl.int32)
 
 
 class Matrix:
