@@ -11,12 +11,33 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     halves,
     operand,
+    put_vectors,
     release,
     row_zeros,
+    run,
+    run_start,
+    runs,
     slot_of,
     times_columns,
     zeros,
 )
+
+
+@gluon.jit
+def keep_shifts(both_ptr, kind: gl.constexpr, C: gl.constexpr, R2: gl.constexpr):
+    """The shifts of both branches' norms as stored, 32 of each in turns, from the columns that they are in next to the
+    matrices: another one for either branch, with zeros in that of the other."""
+    WIDTH: gl.constexpr = 32
+    PIECES: gl.constexpr = 2 * R2 // WIDTH
+    shifts = gl.allocate_shared_memory(kind, [PIECES, WIDTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    loaded = ()
+    for i in gl.static_range(runs(PIECES)):
+        row = gl.arange(0, WIDTH * run(PIECES, i), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        row += WIDTH * run_start(PIECES, i)
+        beside = both_ptr + row * (C + 16) + C
+        loaded = loaded + (gl.load(beside + 2) + gl.load(beside + 7),)
+    put_vectors(shifts, loaded, WIDTH, PIECES)
+    return shifts
 
 
 @gluon.jit

@@ -94,11 +94,18 @@ def keep_vectors(ptr, LENGTH: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.cons
         place = gl.arange(0, WIDTH * run(PIECES, i), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         place += WIDTH * run_start(PIECES, i)
         loaded = loaded + (gl.load(ptr + place, mask=place < LENGTH, other=0.0),)
+    put_vectors(vectors, loaded, WIDTH, PIECES)
+    return vectors
+
+
+@gluon.jit
+def put_vectors(vectors, loaded, WIDTH: gl.constexpr, PIECES: gl.constexpr):
+    """Such parts to where they are kept."""
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     for i in gl.static_range(runs(PIECES)):
         # all in runs of that length, of which this is one, since the larger ones come first
-        parts = reinterpret(vectors, gl.float32, [PIECES // run(PIECES, i), WIDTH * run(PIECES, i)], one)
+        parts = reinterpret(vectors, vectors.dtype, [PIECES // run(PIECES, i), WIDTH * run(PIECES, i)], one)
         parts.index(run_start(PIECES, i) // run(PIECES, i)).store(loaded[i])
-    return vectors
 
 
 @gluon.jit

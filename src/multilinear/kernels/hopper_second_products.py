@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from multilinear.kernels.hopper_names import load_tile, reinterpret
+from multilinear.kernels.hopper_pairs import multiplied
 from multilinear.kernels.hopper_parts import (
     accumulator,
     operand,
@@ -62,15 +63,6 @@ def produce(
         load_tile(extra_desc, [row, C], bar, extras.index(slot))
         item += 1
         block += step
-
-
-@gluon.jit
-def multiplied(x, y):
-    """Products of numbers of 16 bits, two at a time, each rounded once."""
-    if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], x.dtype, True, 2)
-    else:
-        return gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], x.dtype, True, 2)
 
 
 @gluon.jit

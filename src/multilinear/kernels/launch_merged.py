@@ -51,9 +51,9 @@ def mu2_merged_back(
         hopper_merged_back.mu2_merged_back, programs,
         tiled(grad.view(rows, -1), 64, 64), tiled(n, 64, 64), tiled(branches, 64, 32),
         *(tiled(part.view(rows, -1), 64, 32) for part in (grad, out)),
-        tiled(ready.A2, 64, 64), tiled(ready.A2, 64, 16), tiled(ready.C2, 64, 32), tiled(ready.stack, 64, 64),
+        tiled(ready.A2, 64, 64), tiled(ready.C2, 64, 64), tiled(ready.stack, 64, 64), ready.A2,
         inner, stats, taken, ends, sums, ready.vectors[forms:], groups, rows, taken.shape[1], C=s.channels, R2=s.rank2,
-        GROUPS=2, SLOTS=plan.back_slots, SLOTS_C=plan.back_slots_c, STAGES=plan.stages, DROP=keep is not None,
+        GROUPS=2, SLOTS=plan.back_slots, STAGES=plan.stages, DROP=keep is not None,
         REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
     return ends, sums

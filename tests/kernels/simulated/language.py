@@ -74,10 +74,16 @@ def beside(first, second):
     return torch.stack([plain(second), plain(first)], -1).bfloat16().view(torch.int32)[..., 0]
 
 
+def multiplied_onto(x, y, z):
+    return (plain(x).float() * plain(y) + plain(z)).to(plain(x).dtype)
+
+
 # By how the code begins.
 ASSEMBLY = {
     "mul.rn.bf16x2 $0, $1, $2;": lambda x, y: plain(x) * plain(y),
     "mul.rn.f16x2 $0, $1, $2;": lambda x, y: plain(x) * plain(y),
+    "fma.rn.bf16x2 $0, $1, $2, $3;": multiplied_onto,
+    "fma.rn.f16x2 $0, $1, $2, $3;": multiplied_onto,
     "cvt.rn.bf16x2.f32 $0, $1, $2;": beside,
     "add.rn.bf16x2 $0, $1, $2;": paired(torch.add, torch.bfloat16),
     "add.rn.f16x2 $0, $1, $2;": paired(torch.add, torch.float16),
