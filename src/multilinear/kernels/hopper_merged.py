@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from multilinear.kernels.hopper_mu2 import add_output, finished
 from multilinear.kernels.hopper_names import load_tile, meet, store_tile
+from multilinear.kernels.hopper_pairs import multiplied
 from multilinear.kernels.hopper_parts import (
     accumulator,
     extras,
@@ -76,11 +77,15 @@ def product_of(x, on, kind: gl.constexpr, DROP: gl.constexpr):
 
 
 @gluon.jit
-def store_apart(ptr, row, rows, i, x, root, kind: gl.constexpr, R2: gl.constexpr):
-    """Both branches of a chunk, as the way back reads them."""
+def kept_product(ptr, row, rows, i, x, root, kind: gl.constexpr, R2: gl.constexpr):
+    """Write both branches of a chunk as the way back reads them, each times the root of what their product is multiplied
+    with; that product."""
     left, right = halves(x, 2)
-    store_own(ptr, row, rows, 128 * i, (right * root[:, None]).to(kind), 2 * R2)
-    store_own(ptr, row, rows, 128 * i + 64, (left * root[:, None]).to(kind), 2 * R2)
+    left = (left * root[:, None]).to(kind)
+    right = (right * root[:, None]).to(kind)
+    store_own(ptr, row, rows, 128 * i, right, 2 * R2)
+    store_own(ptr, row, rows, 128 * i + 64, left, 2 * R2)
+    return multiplied(left, right)
 
 
 @gluon.jit
@@ -186,12 +191,14 @@ def consume(
         chunk = warpgroup_mma_wait(0, deps=[both_branches(ns, extra, tiles_b, tiles_e, slot, P)])
         release(empty, slot, False)
         item += 1
-        h = gl.convert_layout(product_of(chunk, on, kind, DROP), operand())
         if TRAIN:
-            store_apart(branches_ptr, row, rows, 0, chunk, root, kind, R2)
+            product = kept_product(branches_ptr, row, rows, 0, chunk, root, kind, R2)
+        else:
+            product = product_of(chunk, on, kind, DROP)
+        h = gl.convert_layout(product, operand())
         ys = ()
         for k in gl.static_range(P):  # the output is added to x, which is so out of the way
-            ys = ys + (xs[k].to(gl.float32) / both[:, None],)
+            ys = ys + (xs[k].to(gl.float32) if TRAIN else xs[k].to(gl.float32) / both[:, None],)
         for i in range(1, R2 // 64):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)
@@ -202,9 +209,10 @@ def consume(
             chunk = warpgroup_mma_wait(P, deps=[chunk])
             release(empty, slot, False)
             item += 1
-            product = product_of(chunk, on, kind, DROP)
             if TRAIN:
-                store_apart(branches_ptr, row, rows, i, chunk, root, kind, R2)
+                product = kept_product(branches_ptr, row, rows, i, chunk, root, kind, R2)
+            else:
+                product = product_of(chunk, on, kind, DROP)
             ys = finished(ys, h, P)
             release(empty_c, slot_c, False)
             item_c += 1
@@ -221,7 +229,8 @@ def consume(
         release(empty_c, slot_c, False)
         item_c += 1
         for k in gl.static_range(P):
-            y = (ys[k] * both[:, None] + keep[:, None] * kept(bias, k, 64)).to(kind)
+            y = ys[k] if TRAIN else ys[k] * both[:, None]
+            y = (y + keep[:, None] * kept(bias, k, 64)).to(kind)
             leave(tile_o, y, out_desc, row, 64 * k)
         turn += 1
         group = ahead
