@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from multilinear.kernels.hopper_merged_ends import add_forms, add_to_totals, keep_shifts, sum_gradient, through_norm
 from multilinear.kernels.hopper_names import load_tile, meet
 from multilinear.kernels.hopper_norm_back import columns_of
-from multilinear.kernels.hopper_pairs import kept_quarters, multiplied, quarters, row_products
+from multilinear.kernels.hopper_pairs import eights, kept_eights, multiplied, row_products
 from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
@@ -136,10 +136,10 @@ def close_half(
     store_own(inner_ptr, row, rows, 32 * i, grad, R2)
     grad_a = multiplied(grad, second)
     grad_b = multiplied(grad, first)
-    parts = quarters(grad_a)
-    sum_a = sums[0] + row_products(parts, kept_quarters(shifts, 2 * i))
-    sum_b = sums[1] + row_products(quarters(grad_b), kept_quarters(shifts, 2 * i + 1))
-    total = sums[2] + row_products(parts, quarters(first))
+    parts = eights(grad_a)
+    sum_a = sums[0] + row_products(parts, kept_eights(shifts, 2 * i))
+    sum_b = sums[1] + row_products(eights(grad_b), kept_eights(shifts, 2 * i + 1))
+    total = sums[2] + row_products(parts, eights(first))
     return gl.convert_layout(side_by_side(grad_a, grad_b), operand()), (sum_a, sum_b, total)
 
 

@@ -20,15 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from multilinear.kernels.hopper_mu1 import fetch_low, fetch_shifted, load_pieces, load_stats
 from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
 from multilinear.kernels.hopper_norm_back import settle
+from multilinear.kernels.hopper_pairs import column_products, eights, multiplied, multiplied_onto, row_products, row_sums, summing
 from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
-    column_sums,
     keep_vectors,
     kept,
     sum_rows,
-    summing,
-    thread_sums,
     times,
     times_columns,
     zeros,
@@ -81,12 +79,15 @@ def fetch_shifted_u(
 
 @gluon.jit
 def branches(
-    tiles_g, tiles_a, weights, vectors, turn, ds, stats, i, C: gl.constexpr, J: gl.constexpr, LOWS: gl.constexpr
+    tiles_g, tiles_a, weights, biases, turn, ds, stats, i, C: gl.constexpr, J: gl.constexpr, LOWS: gl.constexpr,
+    AGAIN: gl.constexpr,
 ):  # fmt: skip
-    """A chunk of both normed branches, and of the gradient of their product."""
+    """A chunk of both normed branches, and of the gradient of their product. The first branch is put down where it was
+    ahead of its norm, and is there if this is done again."""
     weights_b, weights_c = weights
     mean, scale_a, scale_b, keep = stats
     P: gl.constexpr = C // 64
+    kind: gl.constexpr = tiles_a.dtype
     dh = zeros(J)
     for k in gl.static_range(P):
         dh = times_columns(tiles_g.index(turn * P + k), weights_c.index(i * P + k), dh, k == 0)
@@ -94,43 +95,69 @@ def branches(
     for j in gl.static_range(LOWS):
         b = times(ds[j], weights_b.index(i * LOWS + j), b, j == 0)
     done = warpgroup_mma_wait(0, deps=(dh, b) + ds)
-    a = tiles_a.index(turn * (C // J) + i).load(accumulator(J)).to(gl.float32)
-    a = a * along(scale_a, J) - along(mean * scale_a, J)
-    b = (done[1] + kept(vectors, i, J)) * along(scale_b, J)
-    return a, b, done[0] * along(keep, J)
+    tile_a = tiles_a.index(turn * (C // J) + i)
+    a = tile_a.load(accumulator(J))
+    if not AGAIN:
+        a = (a.to(gl.float32) * along(scale_a, J) - along(mean * scale_a, J)).to(kind)
+        if C > J:
+            tile_a.store(a)
+    b = ((done[1] + kept(biases, i, J)) * along(scale_b, J)).to(kind)
+    return a, b, (done[0] * along(keep, J)).to(kind)
 
 
 @gluon.jit
-def first_pass(h_desc, tile_h, vectors, row, i, a, b, dh, keep, C: gl.constexpr, J: gl.constexpr):
+def behind_norms(norms, i, a, b, COUNT: gl.constexpr, J: gl.constexpr):
+    """What both branches multiply."""
+    p = multiplied_onto(a, kept(norms, i, J), kept(norms, COUNT + i, J))
+    return p, multiplied_onto(b, kept(norms, 2 * COUNT + i, J), kept(norms, 3 * COUNT + i, J))
+
+
+@gluon.jit
+def ahead_of_norms(norms, i, p, q, dh, COUNT: gl.constexpr, J: gl.constexpr):
+    """Gradients of both branches behind their norms' weights, and of the normed branches."""
+    dp, dq = multiplied(dh, q), multiplied(dh, p)
+    return dp, dq, multiplied(dp, kept(norms, i, J)), multiplied(dq, kept(norms, 2 * COUNT + i, J))
+
+
+@gluon.jit
+def first_pass(
+    h_desc, tile_h, norms, row, i, a, b, dh, more, C: gl.constexpr, J: gl.constexpr, DROP: gl.constexpr
+):  # fmt: skip
     """Write a chunk of h. Gradients of the normed branches; sums for those of their norms' weights and biases."""
-    COUNT: gl.constexpr = C // J
-    weight_a, weight_b = kept(vectors, COUNT + i, J), kept(vectors, 3 * COUNT + i, J)
-    p = a * weight_a + kept(vectors, 2 * COUNT + i, J)
-    q = b * weight_b + kept(vectors, 4 * COUNT + i, J)
+    p, q = behind_norms(norms, i, a, b, C // J, J)
+    h = multiplied(p, q)
+    if DROP:  # what it is multiplied with, less 1, so that this is not rounded
+        h = multiplied_onto(h, along(more, J), h)
     tma.store_wait(0)
     meet()  # the tile is free
-    tile_h.store((p * q * along(keep, J)).to(h_desc.dtype))
+    tile_h.store(h)
     fence_async_shared()
     meet()
     store_tile(h_desc, [row, J * i], tile_h)
-    dp, dq = dh * q, dh * p
-    parts = column_sums(dp * a, dp, J) + column_sums(dq * b, dq, J)
-    return dp * weight_a, dq * weight_b, parts
+    dp, dq, grad_a, grad_b = ahead_of_norms(norms, i, p, q, dh, C // J, J)
+    return grad_a, grad_b, column_products(dp, a, J) + column_products(dq, b, J)
+
+
+@gluon.jit
+def add_row_sums(sums, grad_a, grad_b, a, b):
+    """Those of the gradients and of their products with what they are gradients of."""
+    parts_a, parts_b = eights(grad_a), eights(grad_b)
+    level_a, level_b = sums[0] + row_sums(parts_a), sums[2] + row_sums(parts_b)
+    return level_a, sums[1] + row_products(parts_a, eights(a)), level_b, sums[3] + row_products(parts_b, eights(b))
 
 
 @gluon.jit
 def second_pass(
-    e_desc, db_desc, tile_e, tile_b, weights_b, stats, means, down, a, b, grad_a, grad_b, row, i, J: gl.constexpr,
+    e_desc, db_desc, tile_e, tile_b, weights_b, scales, down, a, b, grad_a, grad_b, row, i, J: gl.constexpr,
     LOWS: gl.constexpr, IMAGE: gl.constexpr,
 ):  # fmt: skip
     """Put down a chunk of E and of db, in tiles that nothing reads any more, and write them, of images only db; add
     what db gives to the low rank."""
-    scale_a, scale_b = stats[1], stats[2]
-    level_a, along_a, level_b, along_b = means
-    grad_a = grad_a * along(scale_a, J) - along(level_a, J) - a * along(along_a, J)
-    grad_b = grad_b * along(scale_b, J) - along(level_b, J) - b * along(along_b, J)
-    tile_e.store(grad_a.to(e_desc.dtype))
-    tile_b.store(grad_b.to(e_desc.dtype))
+    scale_a, level_a, along_a, scale_b, level_b, along_b = scales
+    rest_a = multiplied_onto(a, along(along_a, J), along(level_a, J))
+    rest_b = multiplied_onto(b, along(along_b, J), along(level_b, J))
+    tile_e.store(multiplied_onto(grad_a, along(scale_a, J), rest_a))
+    tile_b.store(multiplied_onto(grad_b, along(scale_b, J), rest_b))
     fence_async_shared()
     meet()
     if not IMAGE:
@@ -143,18 +170,29 @@ def second_pass(
 
 
 @gluon.jit
+def scales_of(stats, sums, kind: gl.constexpr, C: gl.constexpr):
+    """What gradients of normed branches are multiplied with, and what is added: a number, and one times the branch."""
+    share_a, share_b = stats[1] / C, stats[2] / C
+    level_a, along_a = -sum_rows(sums[0]) * share_a, -sum_rows(sums[1]) * share_a
+    level_b, along_b = -sum_rows(sums[2]) * share_b, -sum_rows(sums[3]) * share_b
+    return (
+        stats[1].to(kind), level_a.to(kind), along_a.to(kind), stats[2].to(kind), level_b.to(kind), along_b.to(kind)
+    )  # fmt: skip
+
+
+@gluon.jit
 def consume(
     which: gl.constexpr, descs, buffers, bars, pointers, groups, rows, tokens, grid,
     C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr,
     J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr, IMAGE: gl.constexpr,
 ):  # fmt: skip
     grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, _, _ = descs
-    tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, vectors = buffers[:8]
-    lines = buffers[8]
+    tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, biases, norms, lines = buffers
     full_w, full_g = bars
     u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr = pointers
     weights = (weights_b, weights_c)
     CHUNKS: gl.constexpr = C // J
+    kind: gl.constexpr = grad_desc.dtype
     tile_h = tiles_h.index(which)
     sums = ()
     for k in gl.static_range(4 * CHUNKS):
@@ -184,63 +222,54 @@ def consume(
             other = which * 2 + (turn + 1) % 2
             fetch_gradient(descs, buffers, bars, ahead, other, C, LOWS, IMAGE)
             fetch_shifted_u(descs, buffers, bars, u_ptr, ahead, rows, grid, other, C, L1, LOWS, STRIDE, J, IMAGE)
-        share_a, share_b = stats[1] / C, stats[2] / C
         down = ()
         for j in gl.static_range(LOWS):
             down = down + (zeros(16),)
+        more = (stats[3] - 1.0).to(kind)
+        rows_sums = (zeros(8), zeros(8), zeros(8), zeros(8))
         if CHUNKS == 1:
-            a, b, dh = branches(tiles_g, tiles_a, weights, vectors, mine, ds, stats, 0, C, J, LOWS)
-            dp, dq, parts = first_pass(h_desc, tile_h, vectors, row, 0, a, b, dh, stats[3], C, J)
+            a, b, dh = branches(tiles_g, tiles_a, weights, biases, mine, ds, stats, 0, C, J, LOWS, False)
+            grad_a, grad_b, parts = first_pass(h_desc, tile_h, norms, row, 0, a, b, dh, more, C, J, DROP)
             new = ()
             for k in gl.static_range(4):
                 new = new + (sums[k] + parts[k],)
             sums = new
-            means = (
-                sum_rows(dp) * share_a, sum_rows(dp * a) * share_a, sum_rows(dq) * share_b, sum_rows(dq * b) * share_b
-            )  # fmt: skip
+            scales = scales_of(stats, add_row_sums(rows_sums, grad_a, grad_b, a, b), kind, C)
             # E comes where u was, and db where the gradient was
             down = second_pass(
-                e_desc, db_desc, tiles_a.index(mine), tiles_g.index(mine), weights_b, stats, means, down,
-                a, b, dp, dq, row, 0, J, LOWS, IMAGE,
+                e_desc, db_desc, tiles_a.index(mine), tiles_g.index(mine), weights_b, scales, down,
+                a, b, grad_a, grad_b, row, 0, J, LOWS, IMAGE,
             )  # fmt: skip
         else:
-            none = thread_sums(zeros(J))
-            level_a, along_a, level_b, along_b = none, none, none, none
             for i in range(CHUNKS):
-                a, b, dh = branches(tiles_g, tiles_a, weights, vectors, mine, ds, stats, i, C, J, LOWS)
-                dp, dq, parts = first_pass(h_desc, tile_h, vectors, row, i, a, b, dh, stats[3], C, J)
+                a, b, dh = branches(tiles_g, tiles_a, weights, biases, mine, ds, stats, i, C, J, LOWS, False)
+                grad_a, grad_b, parts = first_pass(h_desc, tile_h, norms, row, i, a, b, dh, more, C, J, DROP)
                 new = ()
                 for c in gl.static_range(CHUNKS):  # in registers, where a place cannot be looked up
+                    here = gl.where(i == c, 1.0, 0.0)
                     for k in gl.static_range(4):
-                        new = new + (sums[4 * c + k] + gl.where(i == c, parts[k], 0.0),)
+                        new = new + (sums[4 * c + k] + parts[k] * here,)
                 sums = new
-                level_a += thread_sums(dp)
-                along_a += thread_sums(dp * a)
-                level_b += thread_sums(dq)
-                along_b += thread_sums(dq * b)
-            means = (
-                sum_rows(level_a) * share_a, sum_rows(along_a) * share_a, sum_rows(level_b) * share_b,
-                sum_rows(along_b) * share_b,
-            )  # fmt: skip
+                rows_sums = add_row_sums(rows_sums, grad_a, grad_b, a, b)
+            scales = scales_of(stats, rows_sums, kind, C)
             for i in range(CHUNKS):
-                a, b, dh = branches(tiles_g, tiles_a, weights, vectors, mine, ds, stats, i, C, J, LOWS)
-                weight_a, weight_b = kept(vectors, CHUNKS + i, J), kept(vectors, 3 * CHUNKS + i, J)
-                dp = dh * (b * weight_b + kept(vectors, 4 * CHUNKS + i, J)) * weight_a
-                dq = dh * (a * weight_a + kept(vectors, 2 * CHUNKS + i, J)) * weight_b
+                a, b, dh = branches(tiles_g, tiles_a, weights, biases, mine, ds, stats, i, C, J, LOWS, True)
+                p, q = behind_norms(norms, i, a, b, CHUNKS, J)
+                grad_a, grad_b = ahead_of_norms(norms, i, p, q, dh, CHUNKS, J)[2:]
                 tma.store_wait(0)
                 meet()  # the tile of h is free
                 down = second_pass(
-                    e_desc, db_desc, tiles_a.index(mine * CHUNKS + i), tile_h, weights_b, stats, means, down,
-                    a, b, dp, dq, row, i, J, LOWS, IMAGE,
+                    e_desc, db_desc, tiles_a.index(mine * CHUNKS + i), tile_h, weights_b, scales, down,
+                    a, b, grad_a, grad_b, row, i, J, LOWS, IMAGE,
                 )  # fmt: skip
         # d has been written long ago
         for j in gl.static_range(LOWS):
-            lows.index(mine * LOWS + j).store(down[j].to(grad_desc.dtype))
+            lows.index(mine * LOWS + j).store(down[j].to(kind))
         if IMAGE:
             meet()
             fetch_gradient(descs, buffers, bars, ahead, mine, C, LOWS, IMAGE)
             unshift(
-                lines[0], lines[1], norms_ptr, row, rows, mine * CHUNKS, mine * LOWS, C, L1, J, grad_desc.dtype
+                lines[0], lines[1], norms_ptr, row, rows, mine * CHUNKS, mine * LOWS, C, L1, J, kind
             )  # fmt: skip
             for i in gl.static_range(CHUNKS):
                 store_tile(e_desc, [row, J * i], tiles_a.index(mine * CHUNKS + i))
@@ -309,7 +338,8 @@ def mu1_back(
         lows.index(i).store(zeros(16).to(kind))
     ones.store(zeros(16).to(kind))
     put_ones(ones, 0)
-    vectors = keep_vectors(vectors_ptr + MU1, 5 * C, J, 5 * CHUNKS)
+    biases = keep_vectors(vectors_ptr + MU1, C, J, CHUNKS)
+    norms = keep_vectors(vectors_ptr + MU1 + C, 4 * C, J, 4 * CHUNKS, kind)
     fence_async_shared()
     meet()
     mbarrier.expect(full_w, (16 * LOWS + C) * C * 2)
@@ -319,7 +349,7 @@ def mu1_back(
         for k in gl.static_range(P):
             load_tile(c_desc, [64 * k, J * i], full_w, weights_c.index(i * P + k))
     descs = (grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, u_desc, u_low_desc)
-    buffers = (tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, vectors, lines)
+    buffers = (tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, biases, norms, lines)
     bars = (full_w, full_g)
     pointers = (u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr)
     grid = (height, width, magic_height, magic_width)

@@ -25,15 +25,37 @@ def multiplied_onto(x, y, z):
 
 
 @gluon.jit
-def quarters(x):
-    """Eight columns each of a tile of 32: the same registers."""
-    left, right = halves(x)
-    return halves(left) + halves(right)
+def added(x, y):
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], x.dtype, True, 2)
+    else:
+        return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], x.dtype, True, 2)
 
 
 @gluon.jit
-def kept_quarters(vectors, i):
-    """The same of a row, piece i of such as are kept."""
+def pairs_added(x, y, kind: gl.constexpr):
+    """The same where pairs are held as numbers of 32 bits."""
+    if kind == gl.bfloat16:
+        return gl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
+    else:
+        return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
+
+
+@gluon.jit
+def eights(x):
+    """Eight columns each of a tile of 32 or 64: the same registers."""
+    left, right = halves(x)
+    if x.shape[1] > 32:
+        l0, l1 = halves(left)
+        r0, r1 = halves(right)
+        return halves(l0) + halves(l1) + halves(r0) + halves(r1)
+    else:
+        return halves(left) + halves(right)
+
+
+@gluon.jit
+def kept_eights(vectors, i):
+    """The same of 32 columns of a row, piece i of such as are kept."""
     layout: gl.constexpr = gl.SliceLayout(0, accumulator(8))
     out = ()
     for k in gl.static_range(4):
@@ -42,9 +64,87 @@ def kept_quarters(vectors, i):
 
 
 @gluon.jit
-def row_products(x, y):
-    """Products of quarters, added up: for each row and each of eight columns, in one thread."""
-    out = multiplied(x[0], y[0])
-    for k in gl.static_range(1, 4):
-        out = multiplied_onto(x[k], y[k], out)
+def four_products(x, y, k: gl.constexpr):
+    """Of four such parts, added up."""
+    out = multiplied(x[k], y[k])
+    for i in gl.static_range(k + 1, k + 4):
+        out = multiplied_onto(x[i], y[i], out)
     return out.to(gl.float32)
+
+
+@gluon.jit
+def row_products(x, y):
+    """Products of such parts, added up for each row and each of eight columns, in one thread."""
+    if len(x) == 8:
+        return four_products(x, y, 0) + four_products(x, y, 4)
+    else:
+        return four_products(x, y, 0)
+
+
+@gluon.jit
+def four_parts(x, k: gl.constexpr):
+    return added(added(x[k], x[k + 1]), added(x[k + 2], x[k + 3])).to(gl.float32)
+
+
+@gluon.jit
+def row_sums(x):
+    """The same of the parts themselves."""
+    if len(x) == 8:
+        return four_parts(x, 0) + four_parts(x, 4)
+    else:
+        return four_parts(x, 0)
+
+
+@gluon.constexpr_function
+def summing(width):
+    """How a warp holds eight rows to add them up: all in one thread, which has one column, or two of 64."""
+    if width == 64:
+        return gl.DistributedLinearLayout(
+            [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1]],
+            [[0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
+            [[1, 0, 0], [2, 0, 0]], [], [4, 8, 64],
+        )  # fmt: skip
+    else:
+        return gl.DistributedLinearLayout(
+            [[0, 1, 0], [0, 2, 0], [0, 4, 0]],
+            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
+            [[1, 0, 0], [2, 0, 0]], [], [4, 8, 32],
+        )  # fmt: skip
+
+
+@gluon.jit
+def row_pairs(x, J: gl.constexpr):
+    """Rows of a tile that are eight apart, which the same thread has."""
+    return x.reshape([4, 2, 8, J]).permute((0, 2, 3, 1)).split()
+
+
+@gluon.jit
+def half_the_rows(x, kind: gl.constexpr):
+    """Pairs of one half of each warp's rows added to those of the other."""
+    ROWS: gl.constexpr = x.shape[1] // 2
+    first, second = x.reshape([4, 2, ROWS, x.shape[2]]).permute((0, 2, 3, 1)).split()
+    return pairs_added(first, second, kind)
+
+
+@gluon.jit
+def column_products(x, y, J: gl.constexpr):
+    """Sums over the rows of each warp of products, and of x. To exchange ahead of them takes far less than an exchange
+    for each, and two numbers of 16 bits go at once: what is lost by that is nothing among so many."""
+    x0, x1 = row_pairs(x, J)
+    y0, y1 = row_pairs(y, J)
+    products = multiplied_onto(x1, y1, multiplied(x0, y0)).to(gl.int16, bitcast=True)
+    sums = added(x0, x1).to(gl.int16, bitcast=True)
+    both = gl.inline_asm_elementwise("mov.b32 $0, {$2, $1};", "=r,h,h", [products, sums], gl.int32, True, 1)
+    both = gl.convert_layout(both, summing(J))
+    both = half_the_rows(half_the_rows(half_the_rows(both, x.dtype), x.dtype), x.dtype)
+    if x.dtype == gl.bfloat16:
+        left = (both & -65536).to(gl.float32, bitcast=True)
+        right = (both << 16).to(gl.float32, bitcast=True)
+    else:
+        left = (both >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        right = both.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+    layout: gl.constexpr = gl.SliceLayout(1, summing(J))
+    left, right = left.reshape([4, J]), right.reshape([4, J])
+    return (
+        gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+    )  # fmt: skip

@@ -84,16 +84,18 @@ def runs(pieces):
 
 
 @gluon.jit
-def keep_vectors(ptr, LENGTH: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr):
+def keep_vectors(
+    ptr, LENGTH: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, kind: gl.constexpr = gl.float32
+):  # fmt: skip
     """Vectors that lie one after the other, in shared memory, in pieces of WIDTH and with zeros behind them: loads from
     global memory would wait for those of tokens that are on their way. They come in few large parts, all at once."""
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    vectors = gl.allocate_shared_memory(gl.float32, [PIECES, WIDTH], one)
+    vectors = gl.allocate_shared_memory(kind, [PIECES, WIDTH], one)
     loaded = ()
     for i in gl.static_range(runs(PIECES)):
         place = gl.arange(0, WIDTH * run(PIECES, i), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         place += WIDTH * run_start(PIECES, i)
-        loaded = loaded + (gl.load(ptr + place, mask=place < LENGTH, other=0.0),)
+        loaded = loaded + (gl.load(ptr + place, mask=place < LENGTH, other=0.0).to(kind),)
     put_vectors(vectors, loaded, WIDTH, PIECES)
     return vectors
 
@@ -289,39 +291,3 @@ def load_rows(tiles, place, eps, C: gl.constexpr, ROWS: gl.constexpr = 64):
         x = xs[k].to(gl.float32) - mean[:, None]
         total += gl.sum(x * x, 1)
     return xs, mean, gl.rsqrt(total / C + eps)
-
-
-@gluon.constexpr_function
-def summing(width):
-    """How a warp holds eight rows to add them up: all in one thread, which has one column, or two of 64."""
-    if width == 64:
-        return gl.DistributedLinearLayout(
-            [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1]],
-            [[0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
-            [[1, 0, 0], [2, 0, 0]], [], [4, 8, 64],
-        )  # fmt: skip
-    else:
-        return gl.DistributedLinearLayout(
-            [[0, 1, 0], [0, 2, 0], [0, 4, 0]],
-            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
-            [[1, 0, 0], [2, 0, 0]], [], [4, 8, 32],
-        )  # fmt: skip
-
-
-@gluon.jit
-def column_sums(x, y, J: gl.constexpr):
-    """Sums over the rows of each warp. To exchange ahead of them takes far less than an exchange for each, and two
-    numbers of 16 bits go at once: what is lost by that is nothing among so many."""
-    x = gl.sum(x.reshape([4, 2, 8, J]), 1)
-    y = gl.sum(y.reshape([4, 2, 8, J]), 1)
-    both = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [x, y], gl.int32, True, 1)
-    both = gl.convert_layout(both, summing(J))
-    x = (both & -65536).to(gl.float32, bitcast=True)
-    y = (both << 16).to(gl.float32, bitcast=True)
-    return gl.sum(x, 1), gl.sum(y, 1)
-
-
-@gluon.jit
-def thread_sums(x):
-    """Sums of each row over the columns that a thread has, of which four have the same row."""
-    return gl.sum(gl.sum(x.reshape([64, x.shape[1] // 8, 4, 2]), 3), 1)

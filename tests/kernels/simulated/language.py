@@ -38,6 +38,8 @@ def paired(function, kind):
         return plain(x).contiguous().view(torch.int16).unflatten(-1, (-1, 2)).view(kind)
 
     def run(x, y):
+        if plain(x).dtype == kind:
+            return function(plain(x), plain(y))
         other = two(y) if plain(y).dtype == torch.int32 else plain(y)[..., None]
         return function(two(x), other).to(kind).flatten(-2).view(torch.int32)
 
@@ -89,6 +91,7 @@ ASSEMBLY = {
     "add.rn.f16x2 $0, $1, $2;": paired(torch.add, torch.float16),
     "{\n    .reg .b32 low, high;": paired(lambda x, y: x.float() * y, torch.bfloat16),
     "{\n    .reg .b16 low, high;": paired(lambda x, y: x.float() * y, torch.float16),
+    "mov.b32 $0, {$2, $1};": lambda x, y: torch.stack([plain(y), plain(x)], -1).view(torch.int32)[..., 0],
     "shfl.sync.up.b32 $0, $1, 4, 0, -1;": shuffled(-4),
     "shfl.sync.down.b32 $0, $1, 4, 31, -1;": shuffled(4),
 }
