@@ -78,8 +78,8 @@ def product_of(x, on, kind: gl.constexpr, DROP: gl.constexpr):
 
 @gluon.jit
 def kept_product(ptr, row, rows, i, x, root, kind: gl.constexpr, R2: gl.constexpr):
-    """Write both branches of a chunk as the way back reads them, each times the root of what their product is multiplied
-    with; that product."""
+    """Write both branches of a chunk as the way back reads them, each times the root of what multiplies their product;
+    that product."""
     left, right = halves(x, 2)
     left = (left * root[:, None]).to(kind)
     right = (right * root[:, None]).to(kind)

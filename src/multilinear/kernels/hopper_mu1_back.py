@@ -14,23 +14,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma_wait,
 )
 
 from multilinear.kernels.hopper_mu1 import fetch_low, fetch_shifted, load_pieces, load_stats
-from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
-from multilinear.kernels.hopper_norm_back import settle
-from multilinear.kernels.hopper_pairs import column_products, eights, multiplied, multiplied_onto, row_products, row_sums, summing
-from multilinear.kernels.hopper_parts import (
-    accumulator,
-    along,
-    keep_vectors,
-    kept,
-    sum_rows,
-    times,
-    times_columns,
-    zeros,
+from multilinear.kernels.hopper_mu1_back_steps import (
+    add_row_sums,
+    ahead_of_norms,
+    behind_norms,
+    branches,
+    first_pass,
+    scales_of,
+    second_pass,
 )
+from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
+from multilinear.kernels.hopper_pairs import summing
+from multilinear.kernels.hopper_parts import accumulator, keep_vectors, zeros
 from multilinear.kernels.hopper_unshift import unshift
 
 
@@ -75,109 +73,6 @@ def fetch_shifted_u(
     else:
         fetch_low(u_ptr, row, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
         fetch_shifted(u_ptr, row, rows, grid, tiles_a, mine * (C // J), C, STRIDE, J)
-
-
-@gluon.jit
-def branches(
-    tiles_g, tiles_a, weights, biases, turn, ds, stats, i, C: gl.constexpr, J: gl.constexpr, LOWS: gl.constexpr,
-    AGAIN: gl.constexpr,
-):  # fmt: skip
-    """A chunk of both normed branches, and of the gradient of their product. The first branch is put down where it was
-    ahead of its norm, and is there if this is done again."""
-    weights_b, weights_c = weights
-    mean, scale_a, scale_b, keep = stats
-    P: gl.constexpr = C // 64
-    kind: gl.constexpr = tiles_a.dtype
-    dh = zeros(J)
-    for k in gl.static_range(P):
-        dh = times_columns(tiles_g.index(turn * P + k), weights_c.index(i * P + k), dh, k == 0)
-    b = zeros(J)
-    for j in gl.static_range(LOWS):
-        b = times(ds[j], weights_b.index(i * LOWS + j), b, j == 0)
-    done = warpgroup_mma_wait(0, deps=(dh, b) + ds)
-    tile_a = tiles_a.index(turn * (C // J) + i)
-    a = tile_a.load(accumulator(J))
-    if not AGAIN:
-        a = (a.to(gl.float32) * along(scale_a, J) - along(mean * scale_a, J)).to(kind)
-        if C > J:
-            tile_a.store(a)
-    b = ((done[1] + kept(biases, i, J)) * along(scale_b, J)).to(kind)
-    return a, b, (done[0] * along(keep, J)).to(kind)
-
-
-@gluon.jit
-def behind_norms(norms, i, a, b, COUNT: gl.constexpr, J: gl.constexpr):
-    """What both branches multiply."""
-    p = multiplied_onto(a, kept(norms, i, J), kept(norms, COUNT + i, J))
-    return p, multiplied_onto(b, kept(norms, 2 * COUNT + i, J), kept(norms, 3 * COUNT + i, J))
-
-
-@gluon.jit
-def ahead_of_norms(norms, i, p, q, dh, COUNT: gl.constexpr, J: gl.constexpr):
-    """Gradients of both branches behind their norms' weights, and of the normed branches."""
-    dp, dq = multiplied(dh, q), multiplied(dh, p)
-    return dp, dq, multiplied(dp, kept(norms, i, J)), multiplied(dq, kept(norms, 2 * COUNT + i, J))
-
-
-@gluon.jit
-def first_pass(
-    h_desc, tile_h, norms, row, i, a, b, dh, more, C: gl.constexpr, J: gl.constexpr, DROP: gl.constexpr
-):  # fmt: skip
-    """Write a chunk of h. Gradients of the normed branches; sums for those of their norms' weights and biases."""
-    p, q = behind_norms(norms, i, a, b, C // J, J)
-    h = multiplied(p, q)
-    if DROP:  # what it is multiplied with, less 1, so that this is not rounded
-        h = multiplied_onto(h, along(more, J), h)
-    tma.store_wait(0)
-    meet()  # the tile is free
-    tile_h.store(h)
-    fence_async_shared()
-    meet()
-    store_tile(h_desc, [row, J * i], tile_h)
-    dp, dq, grad_a, grad_b = ahead_of_norms(norms, i, p, q, dh, C // J, J)
-    return grad_a, grad_b, column_products(dp, a, J) + column_products(dq, b, J)
-
-
-@gluon.jit
-def add_row_sums(sums, grad_a, grad_b, a, b):
-    """Those of the gradients and of their products with what they are gradients of."""
-    parts_a, parts_b = eights(grad_a), eights(grad_b)
-    level_a, level_b = sums[0] + row_sums(parts_a), sums[2] + row_sums(parts_b)
-    return level_a, sums[1] + row_products(parts_a, eights(a)), level_b, sums[3] + row_products(parts_b, eights(b))
-
-
-@gluon.jit
-def second_pass(
-    e_desc, db_desc, tile_e, tile_b, weights_b, scales, down, a, b, grad_a, grad_b, row, i, J: gl.constexpr,
-    LOWS: gl.constexpr, IMAGE: gl.constexpr,
-):  # fmt: skip
-    """Put down a chunk of E and of db, in tiles that nothing reads any more, and write them, of images only db; add
-    what db gives to the low rank."""
-    scale_a, level_a, along_a, scale_b, level_b, along_b = scales
-    rest_a = multiplied_onto(a, along(along_a, J), along(level_a, J))
-    rest_b = multiplied_onto(b, along(along_b, J), along(level_b, J))
-    tile_e.store(multiplied_onto(grad_a, along(scale_a, J), rest_a))
-    tile_b.store(multiplied_onto(grad_b, along(scale_b, J), rest_b))
-    fence_async_shared()
-    meet()
-    if not IMAGE:
-        store_tile(e_desc, [row, J * i], tile_e)
-    store_tile(db_desc, [row, J * i], tile_b)
-    new = ()
-    for j in gl.static_range(LOWS):
-        new = new + (times_columns(tile_b, weights_b.index(i * LOWS + j), down[j], False),)
-    return settle(new, 0, LOWS)
-
-
-@gluon.jit
-def scales_of(stats, sums, kind: gl.constexpr, C: gl.constexpr):
-    """What gradients of normed branches are multiplied with, and what is added: a number, and one times the branch."""
-    share_a, share_b = stats[1] / C, stats[2] / C
-    level_a, along_a = -sum_rows(sums[0]) * share_a, -sum_rows(sums[1]) * share_a
-    level_b, along_b = -sum_rows(sums[2]) * share_b, -sum_rows(sums[3]) * share_b
-    return (
-        stats[1].to(kind), level_a.to(kind), along_a.to(kind), stats[2].to(kind), level_b.to(kind), along_b.to(kind)
-    )  # fmt: skip
 
 
 @gluon.jit

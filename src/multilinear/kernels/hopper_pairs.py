@@ -1,5 +1,5 @@
-"""Arithmetic with pairs of numbers of 16 bits on Hopper, which takes as long as with one number of 32 and needs half the
-registers. Each result is rounded once."""
+"""Arithmetic with pairs of numbers of 16 bits on Hopper, which takes as long as with one number of 32 and needs half
+the registers. Each result is rounded once."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
