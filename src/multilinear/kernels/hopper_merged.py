@@ -15,9 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from multilinear.kernels.hopper_mu2 import add_output, finished
 from multilinear.kernels.hopper_names import load_tile, meet, store_tile
-from multilinear.kernels.hopper_pairs import multiplied
+from multilinear.kernels.hopper_pairs import multiplied, multiplied_onto
 from multilinear.kernels.hopper_parts import (
     accumulator,
+    along,
     extras,
     fetch,
     halves,
@@ -77,12 +78,23 @@ def product_of(x, on, kind: gl.constexpr, DROP: gl.constexpr):
 
 
 @gluon.jit
-def kept_product(ptr, row, rows, i, x, root, kind: gl.constexpr, R2: gl.constexpr):
-    """Write both branches of a chunk as the way back reads them, each times the root of what multiplies their product;
-    that product."""
-    left, right = halves(x, 2)
-    left = (left * root[:, None]).to(kind)
-    right = (right * root[:, None]).to(kind)
+def times_root(ns, extra, root, kind: gl.constexpr):
+    """Multiply n where it is, and its extras, with the root of what multiplies the product of the branches. Both parts
+    of the root are of 16 bits, and what comes of them is rounded once."""
+    high = root.to(kind)
+    low = (root - high.to(gl.float32)).to(kind)
+    for k in gl.static_range(len(ns)):
+        n = ns[k].load(accumulator(64))
+        ns[k].store(multiplied_onto(n, along(high, 64), multiplied(n, along(low, 64))))
+    fence_async_shared()
+    meet()
+    return (extra.to(gl.float32) * along(root, 16)).to(kind)
+
+
+@gluon.jit
+def kept_product(ptr, row, rows, i, x, kind: gl.constexpr, R2: gl.constexpr):
+    """Write both branches of a chunk as the way back reads them; their product."""
+    left, right = halves(x.to(kind), 2)
     store_own(ptr, row, rows, 128 * i, right, 2 * R2)
     store_own(ptr, row, rows, 128 * i + 64, left, 2 * R2)
     return multiplied(left, right)
@@ -182,7 +194,9 @@ def consume(
             gl.store(stats_ptr + index * 4 + 2, both * keep, mask=index < rows)
             gl.store(stats_ptr + index * 4 + 3, unit, mask=index < rows)
             store_columns(n_ptr, row, rows, C, extra, 16, C + 16, C + 16)
-        root = gl.sqrt(both * keep)
+            tma.store_wait(0)
+            meet()  # n has left, and no form reads it any more
+            extra = times_root(ns, extra, gl.sqrt(both * keep), kind)
         on = gl.where(keep == 0.0, 0.0, 1.0)
         both = both * gl.where(keep == 0.0, 1.0, keep)  # x is divided by it, which is added up with nothing if dropped
         extra = gl.convert_layout(extra, operand())
@@ -192,7 +206,7 @@ def consume(
         release(empty, slot, False)
         item += 1
         if TRAIN:
-            product = kept_product(branches_ptr, row, rows, 0, chunk, root, kind, R2)
+            product = kept_product(branches_ptr, row, rows, 0, chunk, kind, R2)
         else:
             product = product_of(chunk, on, kind, DROP)
         h = gl.convert_layout(product, operand())
@@ -210,15 +224,13 @@ def consume(
             release(empty, slot, False)
             item += 1
             if TRAIN:
-                product = kept_product(branches_ptr, row, rows, i, chunk, root, kind, R2)
+                product = kept_product(branches_ptr, row, rows, i, chunk, kind, R2)
             else:
                 product = product_of(chunk, on, kind, DROP)
             ys = finished(ys, h, P)
             release(empty_c, slot_c, False)
             item_c += 1
             h = gl.convert_layout(product, operand())
-        if TRAIN:
-            tma.store_wait(0)
         meet()  # nothing reads n any more
         ahead = group + gl.num_programs(0)
         if ahead < groups:

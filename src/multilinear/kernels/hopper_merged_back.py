@@ -11,7 +11,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from multilinear.kernels.hopper_merged_ends import add_forms, add_to_totals, keep_shifts, sum_gradient, through_norm
+from multilinear.kernels.hopper_merged_ends import (
+    add_forms,
+    add_to_totals,
+    keep_shifts,
+    put_linear,
+    sum_gradient,
+    through_norm,
+)
 from multilinear.kernels.hopper_names import load_tile, meet
 from multilinear.kernels.hopper_norm_back import columns_of
 from multilinear.kernels.hopper_pairs import eights, kept_eights, multiplied, row_products
@@ -20,8 +27,6 @@ from multilinear.kernels.hopper_parts import (
     along,
     fetch,
     halves,
-    keep_vectors,
-    kept,
     load_own,
     operand,
     release,
@@ -266,13 +271,9 @@ def consume(
         meet()  # all have read it
         if ahead < groups:
             fetch(grad_desc, (ahead * GROUPS + which) * 64, bar, tiles, which * P, C)
-        dns, item = add_forms(dns, ns, k_a, k_b, tiles_b, full, empty, item, kind, P, SLOTS)
-        new = ()
-        for k in gl.static_range(P):
-            half = k_a[:, None] * kept(linear, 2 * k, 64) + k_b[:, None] * kept(linear, 2 * k + 1, 64)
-            new = new + (dns[k] + 0.5 * half,)
+        dns, item = add_forms(dns, ns, k_a, k_b, linear, tiles_b, full, empty, item, kind, P, SLOTS)
         through_norm(
-            which, ring, full_b, empty_b, item_b, ns, new, unit, out_desc, row, kind, C, GROUPS, STAGES
+            which, ring, full_b, empty_b, item_b, ns, dns, unit, out_desc, row, kind, C, GROUPS, STAGES
         )  # fmt: skip
         item_b += P
         # not before: a fence would wait for them
@@ -308,6 +309,7 @@ def mu2_merged_back(
     ring = gl.allocate_shared_memory(kind, [STAGES * GROUPS * 2, 64, 32], branches_desc.layout)
     tiles_b = gl.allocate_shared_memory(kind, [SLOTS * P, 64, 64], both_desc.layout)
     tiles_c = gl.allocate_shared_memory(kind, [2 * P - 1, 64, 64], c_desc.layout)
+    linear = gl.allocate_shared_memory(kind, [P, 16, 64], both_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     full_c = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -322,8 +324,8 @@ def mu2_merged_back(
         mbarrier.init(full_c.index(i), count=1)
     for i in gl.static_range(GROUPS):
         mbarrier.init(full_x.index(i), count=1)
+    put_linear(linear, linear_ptr, P)
     fence_async_shared()
-    linear = keep_vectors(linear_ptr, 2 * C, 64, 2 * P)
     shifts = keep_shifts(both_ptr, kind, C, R2)
     column: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
     selects = gl.allocate_shared_memory(kind, [GROUPS if DROP else 1, 64, 16], column)

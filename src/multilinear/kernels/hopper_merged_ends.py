@@ -9,6 +9,7 @@ from multilinear.kernels.hopper_names import meet, store_tile
 from multilinear.kernels.hopper_norm_back import add_up
 from multilinear.kernels.hopper_parts import (
     accumulator,
+    along,
     halves,
     operand,
     put_vectors,
@@ -41,6 +42,25 @@ def keep_shifts(both_ptr, kind: gl.constexpr, C: gl.constexpr, R2: gl.constexpr)
 
 
 @gluon.jit
+def put_linear(tiles, linear_ptr, P: gl.constexpr):
+    """The linear parts of both forms, halved, in rows 0 and 1 of tiles: what `level_columns` multiplies."""
+    held: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    i = gl.arange(0, 16, layout=gl.SliceLayout(1, held))[:, None]
+    j = gl.arange(0, 64, layout=gl.SliceLayout(0, held))[None, :]
+    for k in gl.static_range(P):  # 64 numbers of each in turns
+        part = gl.load(linear_ptr + 128 * k + 64 * i + j, mask=(i < 2) & (j < 64), other=0.0)
+        tiles.index(k).store((0.5 * part).to(tiles.dtype))
+
+
+@gluon.jit
+def level_columns(k_a, k_b, kind: gl.constexpr):
+    """Both numbers of each row in columns 0 and 1, as a left side."""
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, accumulator(16)))[None, :]
+    out = gl.where(j == 0, along(k_a, 16), gl.where(j == 1, along(k_b, 16), 0.0))
+    return gl.convert_layout(out.to(kind), operand())
+
+
+@gluon.jit
 def taken_part(ns, c: gl.constexpr, k_a, k_b, kind: gl.constexpr):
     """64 columns of n, of which each row is multiplied for one of both norms, as a left side."""
     n = ns[c // 2].to(gl.float32)
@@ -52,8 +72,16 @@ def taken_part(ns, c: gl.constexpr, k_a, k_b, kind: gl.constexpr):
 
 
 @gluon.jit
-def add_forms(dns, ns, k_a, k_b, tiles_b, full, empty, item, kind: gl.constexpr, P: gl.constexpr, SLOTS: gl.constexpr):
-    """Add what the norms of both branches take: each gram matrix times such parts of n."""
+def add_forms(
+    dns, ns, k_a, k_b, linear, tiles_b, full, empty, item, kind: gl.constexpr, P: gl.constexpr, SLOTS: gl.constexpr
+):  # fmt: skip
+    """Add what the norms of both branches take: the linear parts of both forms, and each gram matrix times such parts
+    of n."""
+    level = level_columns(k_a, k_b, kind)
+    new = ()
+    for k in gl.static_range(P):
+        new = new + (times_columns(level, linear.index(k), dns[k], False),)
+    dns = new
     left = taken_part(ns, 0, k_a, k_b, kind)
     for c in gl.static_range(2 * P):
         slot, phase = slot_of(item, SLOTS, False)
@@ -65,7 +93,7 @@ def add_forms(dns, ns, k_a, k_b, tiles_b, full, empty, item, kind: gl.constexpr,
             ahead = taken_part(ns, c + 1, k_a, k_b, kind)
         else:
             ahead = left
-        done = warpgroup_mma_wait(0, deps=new + (left,))
+        done = warpgroup_mma_wait(0, deps=new + (left, level))
         dns = done[:P]
         release(empty, slot, False)
         left = ahead
