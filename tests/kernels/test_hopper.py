@@ -75,9 +75,10 @@ def test_branches_are_merged_where_that_costs_nothing_and_fits(channels, low):
     assert sizes.rank2 % 64 == 0
     tokens, branches, last = 2 * 64 * (channels + 64), 128 * (channels + 16), 64 * channels
     assert 2 * (tokens + plan.slots * branches + plan.slots_c * last) + 512 < 227 * 1024
+    # back: the gradient, halves of branches and columns of each group; weights; the last matrix less a piece; vectors
     tokens = 2 * 64 * (channels + plan.stages * 64 + 16)
-    vectors = 4 * 4 * channels
-    assert 2 * tokens + plan.back_slots * branches + plan.back_slots_c * last + vectors + 512 < 227 * 1024
+    weights, last = plan.back_slots * 64 * channels + 16 * channels, 64 * (2 * channels - 64)
+    assert 2 * (tokens + weights + last + 2 * sizes.rank2) + 4 * 2 * channels + 512 < 227 * 1024
     assert plan.product_stages * 32 * 2 * (2 * channels + 3 * 64 + 16) + 512 < 227 * 1024
     # 64 hidden channels for each of the other programs, of which there are some even on small GPUs
     assert plan.share >= 2 and 16 - 2 * (16 // plan.share) >= sizes.rank2 // 64

@@ -89,9 +89,10 @@ def mu1(
 
 def first_layer(
     x: Tensor, u: Tensor, out: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
-    slots: int, place: Offsets, eps: float, save: bool,
+    slots: int, place: Offsets, eps: float, save: bool, undo: Tensor | None,
 ) -> None:  # fmt: skip
-    """What `lift` and `mu1` do, for images that are one tile; with `save` u is left shifted."""
+    """What `lift` and `mu1` do, for images that are one tile; with `save` u is left shifted. If there is memory to
+    `undo` its norm the output is normed, and its mean and deviation in each row go there."""
     from multilinear.kernels import hopper_image
 
     rows = x.numel() // s.channels
@@ -100,9 +101,9 @@ def first_layer(
     launch(
         hopper_image.first_layer, min(groups, processors(x.device)),
         *(tiled(part.view(rows, -1), 128, 64) for part in (x, out, u if save else x)), tiled(ready.lifting, 64, 64),
-        tiled(ready.C1, 64, 64), tiled(ready.B1, 64, 16), norms, stats, keep, ready.vectors, groups, rows, eps,
+        tiled(ready.C1, 64, 64), tiled(ready.B1, 64, 16), norms, stats, keep, undo, ready.vectors, groups, rows, eps,
         C=s.channels, L1=s.low1, BIAS=place.bias, MU1=place.mu1, SLOTS=slots, TRAIN=save, DROP=keep is not None,
-        num_warps=8, maxnreg=limit,
+        NORMED=undo is not None, num_warps=8, maxnreg=limit,
     )  # fmt: skip
 
 

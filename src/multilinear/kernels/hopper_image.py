@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from multilinear.kernels.hopper_mu1 import hidden, put_output, store_stats
 from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
 from multilinear.kernels.hopper_parts import (
+    accumulator,
     fetch,
     keep_vectors,
     kept,
@@ -143,14 +144,39 @@ def add_hidden(ys, h, ring, bars, item, P: gl.constexpr, SLOTS: gl.constexpr):
 
 
 @gluon.jit
+def put_normed(out_desc, tiles, place, row, ys, bias, first: gl.constexpr, keep, eps, C: gl.constexpr):
+    """What `put_output` does, but with mean 0 and variance 1; the mean that was there, and the deviation."""
+    sums = ()
+    total = row_zeros(128)
+    for k in gl.static_range(C // 64):
+        y = (ys[k] + kept(bias, first + k, 64, 128)) * keep[:, None]
+        y += tiles.index(place + k).load(accumulator(64, 128)).to(gl.float32)
+        total += gl.sum(y, 1)
+        sums = sums + (y,)
+    mean = total / C
+    total = row_zeros(128)
+    for k in gl.static_range(C // 64):
+        y = sums[k] - mean[:, None]
+        total += gl.sum(y * y, 1)
+    scale = gl.rsqrt(total / C + eps)
+    level = -mean * scale
+    for k in gl.static_range(C // 64):
+        tiles.index(place + k).store((sums[k] * scale[:, None] + level[:, None]).to(out_desc.dtype))
+    fence_async_shared()
+    for k in gl.static_range(C // 64):
+        store_tile(out_desc, [row, 64 * k], tiles.index(place + k))
+    return mean, gl.sqrt(total / C + eps)
+
+
+@gluon.jit
 def consume(
-    descs, buffers, bars, pointers, groups, rows, eps,
-    C: gl.constexpr, L1: gl.constexpr, SLOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
+    descs, buffers, bars, pointers, groups, rows, eps, C: gl.constexpr, L1: gl.constexpr, SLOTS: gl.constexpr,
+    TRAIN: gl.constexpr, DROP: gl.constexpr, NORMED: gl.constexpr,
 ):  # fmt: skip
     x_desc, out_desc, u_desc = descs[0], descs[1], descs[2]
     lines, tiles, ring, weights_b, norm, lifted, vectors = buffers
     full_x, full_w = bars[2], bars[3]
-    norms_ptr, stats_ptr, keep_ptr = pointers
+    norms_ptr, stats_ptr, keep_ptr, undo_ptr = pointers
     P: gl.constexpr = C // 64
     LOWS: gl.constexpr = (L1 + 15) // 16
     LOW: gl.constexpr = 2 * P
@@ -168,9 +194,10 @@ def consume(
         live = index < rows
         mbarrier.wait(full_x.index(mine), (turn // 2) & 1)
         xs, mean, scale = load_rows(tiles, mine * P, eps, C, 128)
+        level = -mean * scale
         ns = ()
         for k in gl.static_range(P):
-            n = (xs[k].to(gl.float32) - mean[:, None]) * scale[:, None]
+            n = xs[k].to(gl.float32) * scale[:, None] + level[:, None]
             n = n * kept(norm, k, 64, 128) + kept(norm, P + k, 64, 128)
             ns = ns + (gl.convert_layout(n.to(kind), operand(128)),)
         tma.store_wait(0)
@@ -220,7 +247,12 @@ def consume(
         fence_async_shared()
         meet()  # nothing reads u any more
         fetch(x_desc, row + gl.num_programs(0) * 128, full_x.index(other), tiles, other * P, C, 128)
-        put_output(out_desc, tiles, mine * P, row, ys, norm, 2 * P, keep, C, 128)
+        if NORMED:
+            mean, deviation = put_normed(out_desc, tiles, mine * P, row, ys, norm, 2 * P, keep, eps, C)
+            gl.store(undo_ptr + index, mean, mask=live)
+            gl.store(undo_ptr + rows + index, deviation, mask=live)
+        else:
+            put_output(out_desc, tiles, mine * P, row, ys, norm, 2 * P, keep, C, 128)
         turn += 1
         group += gl.num_programs(0)
     mbarrier.wait(full_x.index(turn % 2), (turn // 2) & 1)
@@ -229,11 +261,12 @@ def consume(
 
 @gluon.jit
 def first_layer(
-    x_desc, out_desc, u_desc, w_desc, c_desc, b_desc, norms_ptr, stats_ptr, keep_ptr, vectors_ptr, groups, rows, eps,
-    C: gl.constexpr, L1: gl.constexpr, BIAS: gl.constexpr, MU1: gl.constexpr,
-    SLOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
+    x_desc, out_desc, u_desc, w_desc, c_desc, b_desc, norms_ptr, stats_ptr, keep_ptr, undo_ptr, vectors_ptr, groups,
+    rows, eps, C: gl.constexpr, L1: gl.constexpr, BIAS: gl.constexpr, MU1: gl.constexpr,
+    SLOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, NORMED: gl.constexpr,
 ):  # fmt: skip
-    """x plus the first Mu-Layer; in training also u, shifted, and five numbers a row."""
+    """x plus the first Mu-Layer; in training also u, shifted, and five numbers a row. If the second Mu-Layer takes it
+    normed it is, and two more numbers a row undo that."""
     P: gl.constexpr = C // 64
     LOWS: gl.constexpr = (L1 + 15) // 16
     TILES: gl.constexpr = 2 * P + 1
@@ -264,8 +297,8 @@ def first_layer(
     descs = (x_desc, out_desc, u_desc, w_desc, c_desc)
     buffers = (lines, tiles, ring, weights_b, norm, lifted, vectors)
     bars = (full, empty, full_x, full_w)
-    pointers = (norms_ptr, stats_ptr, keep_ptr)
+    pointers = (norms_ptr, stats_ptr, keep_ptr, undo_ptr)
     gl.warp_specialize([
-        (consume, (descs, buffers, bars, pointers, groups, rows, eps, C, L1, SLOTS, TRAIN, DROP)),
+        (consume, (descs, buffers, bars, pointers, groups, rows, eps, C, L1, SLOTS, TRAIN, DROP, NORMED)),
         (produce, (descs, buffers, bars, groups, C, SLOTS)),
     ], [1], [24])  # fmt: skip

@@ -131,15 +131,23 @@ def load_normed(tiles, place, eps, C: gl.constexpr, kind: gl.constexpr):
 
 
 @gluon.jit
+def load_numbers(undo_ptr, row, rows):
+    """The mean and the deviation of 64 rows ahead of their norm."""
+    index = row + gl.arange(0, 64, layout=rows_layout())
+    mean = gl.load(undo_ptr + index, mask=index < rows, other=0.0)
+    return mean, gl.load(undo_ptr + rows + index, mask=index < rows, other=1.0)
+
+
+@gluon.jit
 def consume(
     which: gl.constexpr, descs, buffers, bars, pointers, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
-    ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
+    ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, NORMED: gl.constexpr,
 ):  # fmt: skip
     x_desc, out_desc, n_desc = descs[0], descs[1], descs[2]
     tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, bias, linear = buffers
     full, empty, full_c, empty_c, full_x = bars
-    keep_ptr, n_ptr, branches_ptr, stats_ptr, constants_ptr = pointers
+    keep_ptr, n_ptr, branches_ptr, stats_ptr, undo_ptr, constants_ptr = pointers
     constant_a, constant_b = gl.load(constants_ptr), gl.load(constants_ptr + 1)
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
@@ -152,11 +160,18 @@ def consume(
     while group < groups:
         row = (group * GROUPS + which) * 64
         mbarrier.wait(bar, turn & 1)
-        xs, unit = load_normed(tiles_x, which * P, eps, C, kind)
         ns = ()
         for k in gl.static_range(P):
             ns = ns + (tiles_x.index(which * P + k),)
-        if TRAIN:
+        if NORMED:
+            mean, deviation = load_numbers(undo_ptr, row, rows)
+            unit = 1.0 / deviation
+            xs = ()
+            for k in gl.static_range(P):
+                xs = xs + (ns[k].load(accumulator(64)),)
+        else:
+            xs, unit = load_normed(tiles_x, which * P, eps, C, kind)
+        if TRAIN and not NORMED:
             meet()  # all have written, and said so to the copies
             for k in gl.static_range(P):
                 store_tile(n_desc, [row, 64 * k], ns[k])
@@ -212,7 +227,10 @@ def consume(
         h = gl.convert_layout(product, operand())
         ys = ()
         for k in gl.static_range(P):  # the output is added to x, which is so out of the way
-            ys = ys + (xs[k].to(gl.float32) if TRAIN else xs[k].to(gl.float32) / both[:, None],)
+            y = xs[k].to(gl.float32)
+            if NORMED:  # back to what it was
+                y = y * deviation[:, None] + mean[:, None]
+            ys = ys + (y if TRAIN else y / both[:, None],)
         for i in range(1, R2 // 64):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)
@@ -252,13 +270,13 @@ def consume(
 @gluon.jit
 def mu2_merged(
     x_desc, out_desc, n_desc, both_desc, extra_desc, c_desc, form_desc, keep_ptr, n_ptr, branches_ptr, stats_ptr,
-    vectors_ptr, linear_ptr, groups, rows, tokens, eps,
+    undo_ptr, vectors_ptr, linear_ptr, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
-    ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
+    ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, NORMED: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x plus the second Mu-Layer of norm(x); in training also four numbers of each token, what its branches read, n
     next to the extras, and what they give, 64 columns of the second and of the first in turns, in the order of
-    `own_columns`."""
+    `own_columns`. If x comes NORMED it is n, and two numbers a row undo that."""
     P: gl.constexpr = C // 64
     gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = x_desc.dtype
@@ -283,11 +301,11 @@ def mu2_merged(
     meet()
     buffers = (tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, bias, linear)
     bars = (full, empty, full_c, empty_c, full_x)
-    pointers = (keep_ptr, n_ptr, branches_ptr, stats_ptr, linear_ptr + 2 * C)
+    pointers = (keep_ptr, n_ptr, branches_ptr, stats_ptr, undo_ptr, linear_ptr + 2 * C)
     gl.warp_specialize([
         (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, GROUPS, SLOTS, SLOTS_C,
-                   ROOTS, TRAIN, DROP)),
+                   ROOTS, TRAIN, DROP, NORMED)),
         (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, GROUPS, SLOTS, SLOTS_C,
-                   ROOTS, TRAIN, DROP)),
+                   ROOTS, TRAIN, DROP, NORMED)),
         (produce, (descs, buffers, bars, groups, C, R2, SLOTS, SLOTS_C)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

@@ -146,7 +146,7 @@ def hidden(
     q = q * scale_b[:, None]
     q = q * kept(vectors, 3 * P + i, 64, ROWS) + kept(vectors, 4 * P + i, 64, ROWS)
     a = tiles_a.index(place + i).load(accumulator(64, ROWS)).to(gl.float32)
-    a = (a - mean[:, None]) * scale_a[:, None]
+    a = a * scale_a[:, None] - (mean * scale_a)[:, None]
     a = a * kept(vectors, P + i, 64, ROWS) + kept(vectors, 2 * P + i, 64, ROWS)
     return gl.convert_layout((a * q).to(kind), operand(ROWS))
 
