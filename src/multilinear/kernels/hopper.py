@@ -111,8 +111,9 @@ def mu1_back(
     grad: Tensor, u: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, E: Tensor, h: Tensor, db: Tensor,
     d: Tensor, ready: Prepared, s: Sizes, plan: First, start: int, image: bool,
 ) -> Tensor:  # fmt: skip
-    """What `block_backward.mu1_back` does: parts of the sums for the gradients of the norms' parameters. For an `image`
-    that is a tile u is as `first_layer` leaves it, and E what `lift_back` would make of it."""
+    """What `block_backward.mu1_back` does: parts of the sums for the gradients of the norms' parameters. Columns of h
+    and db are in the order of `own_columns`. For an `image` that is a tile u is as `first_layer` leaves it, and E what
+    `lift_back` would make of it."""
     from multilinear.kernels import hopper_mu1_back
 
     height, width = grad.shape[-3:-1]
@@ -122,9 +123,9 @@ def mu1_back(
     sums = stats.new_empty(programs * plan.groups, 4, s.channels)
     launch(
         hopper_mu1_back.mu1_back, programs,
-        tiled(grad.view(rows, -1), 64, 64), tiled(h, 64, j), tiled(E, 64, j), tiled(db, 64, j), tiled(E, 64, 16),
-        tiled(d, 64, 16), tiled(ready.B1, j, 16), tiled(ready.C1, 64, j), tiled(u, 64, j), tiled(u, 64, 16), u,
-        norms, stats, keep, ready.vectors, sums, groups, rows, height * width, height, width, reciprocal(height),
+        tiled(grad.view(rows, -1), 64, 64), tiled(E, 64, j), tiled(E, 64, 16), tiled(d, 64, 16),
+        tiled(ready.B1, j, 16), tiled(ready.C1, 64, j), tiled(u, 64, j), tiled(u, 64, 16), h, db, u, norms, stats, keep,
+        ready.vectors, sums, groups, rows, height * width, height, width, reciprocal(height),
         reciprocal(width), C=s.channels, L1=s.low1, LOWS=triton.cdiv(s.low1, 16), STRIDE=u.stride(0), MU1=start, J=j,
         GROUPS=plan.groups, TILES=plan.tiles, DROP=keep is not None, IMAGE=image, REGISTERS=plan.registers,
         num_warps=4, maxnreg=plan.registers,
@@ -266,7 +267,8 @@ def _share(blocks: int, programs: int, first: int, rest: int) -> int:
 def first_products(
     du: Tensor, x: Tensor, grad: Tensor, h: Tensor, db: Tensor, d: Tensor, s: Sizes
 ) -> tuple[Tensor, Tensor]:
-    """Lines that add up to `du' x`, and such that add up to `grad' h` and behind it `db' d`."""
+    """Lines that add up to `du' x`, and such that add up to `grad' h` and behind it `db' d`, for h and db as `mu1_back`
+    leaves them."""
     from multilinear.kernels import hopper_products
 
     rows, channels, lifted, low = len(du), s.channels, du.shape[1], d.shape[1]

@@ -15,6 +15,7 @@ from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store
 from multilinear.kernels.hopper_parts import (
     accumulator,
     fetch,
+    in_full,
     keep_vectors,
     kept,
     load_rows,
@@ -150,7 +151,7 @@ def put_normed(out_desc, tiles, place, row, ys, bias, first: gl.constexpr, keep,
     total = row_zeros(128)
     for k in gl.static_range(C // 64):
         y = (ys[k] + kept(bias, first + k, 64, 128)) * keep[:, None]
-        y += tiles.index(place + k).load(accumulator(64, 128)).to(gl.float32)
+        y += in_full(tiles.index(place + k).load(accumulator(64, 128)))
         total += gl.sum(y, 1)
         sums = sums + (y,)
     mean = total / C
@@ -197,7 +198,7 @@ def consume(
         level = -mean * scale
         ns = ()
         for k in gl.static_range(P):
-            n = xs[k].to(gl.float32) * scale[:, None] + level[:, None]
+            n = in_full(xs[k]) * scale[:, None] + level[:, None]
             n = n * kept(norm, k, 64, 128) + kept(norm, P + k, 64, 128)
             ns = ns + (gl.convert_layout(n.to(kind), operand(128)),)
         tma.store_wait(0)

@@ -18,6 +18,7 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
     fetch,
+    in_full,
     keep_vectors,
     kept,
     nothing,
@@ -86,7 +87,7 @@ def give(
 
 @gluon.jit
 def load_floats(tile):
-    return tile.load(accumulator(64)).to(gl.float32)
+    return in_full(tile.load(accumulator(64)))
 
 
 @gluon.jit

@@ -15,13 +15,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from multilinear.kernels.hopper_mu2 import add_output, finished
 from multilinear.kernels.hopper_names import load_tile, meet, store_tile
-from multilinear.kernels.hopper_pairs import multiplied, multiplied_onto
+from multilinear.kernels.hopper_pairs import in_two, multiplied, rows_multiplied
 from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
     extras,
     fetch,
     halves,
+    in_full,
     keep_vectors,
     kept,
     load_rows,
@@ -79,13 +80,10 @@ def product_of(x, on, kind: gl.constexpr, DROP: gl.constexpr):
 
 @gluon.jit
 def times_root(ns, extra, root, kind: gl.constexpr):
-    """Multiply n where it is, and its extras, with the root of what multiplies the product of the branches. Both parts
-    of the root are of 16 bits, and what comes of them is rounded once."""
-    high = root.to(kind)
-    low = (root - high.to(gl.float32)).to(kind)
+    """Multiply n where it is, and its extras, with the root of what multiplies the product of the branches."""
+    parts = in_two(root, kind)
     for k in gl.static_range(len(ns)):
-        n = ns[k].load(accumulator(64))
-        ns[k].store(multiplied_onto(n, along(high, 64), multiplied(n, along(low, 64))))
+        ns[k].store(rows_multiplied(ns[k].load(accumulator(64)), parts))
     fence_async_shared()
     meet()
     return (extra.to(gl.float32) * along(root, 16)).to(kind)
@@ -125,7 +123,7 @@ def load_normed(tiles, place, eps, C: gl.constexpr, kind: gl.constexpr):
     """Put x, with mean 0 and variance 1, where x is, which stays in registers; and what makes its variance 1."""
     xs, mean, scale = load_rows(tiles, place, eps, C)
     for k in gl.static_range(C // 64):
-        tiles.index(place + k).store(((xs[k].to(gl.float32) - mean[:, None]) * scale[:, None]).to(kind))
+        tiles.index(place + k).store(((in_full(xs[k]) - mean[:, None]) * scale[:, None]).to(kind))
     fence_async_shared()
     return xs, scale
 
@@ -190,7 +188,7 @@ def consume(
             if ROOTS:
                 part_a, part_b = halves(part * part)
             else:
-                n = ns[c].load(accumulator(64)).to(gl.float32)
+                n = in_full(ns[c].load(accumulator(64)))
                 part_a, part_b = halves(part)
                 part_a, part_b = part_a * n, part_b * n
             form_a += sum_rows(part_a)
@@ -227,7 +225,7 @@ def consume(
         h = gl.convert_layout(product, operand())
         ys = ()
         for k in gl.static_range(P):  # the output is added to x, which is so out of the way
-            y = xs[k].to(gl.float32)
+            y = in_full(xs[k])
             if NORMED:  # back to what it was
                 y = y * deviation[:, None] + mean[:, None]
             ys = ys + (y if TRAIN else y / both[:, None],)

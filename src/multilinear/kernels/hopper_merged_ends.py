@@ -7,10 +7,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from multilinear.kernels.hopper_names import meet, store_tile
 from multilinear.kernels.hopper_norm_back import add_up
+from multilinear.kernels.hopper_pairs import in_two, rows_multiplied
 from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
     halves,
+    in_full,
     operand,
     put_vectors,
     release,
@@ -61,14 +63,9 @@ def level_columns(k_a, k_b, kind: gl.constexpr):
 
 
 @gluon.jit
-def taken_part(ns, c: gl.constexpr, k_a, k_b, kind: gl.constexpr):
+def taken_part(ns, c: gl.constexpr, parts_a, parts_b):
     """64 columns of n, of which each row is multiplied for one of both norms, as a left side."""
-    n = ns[c // 2].to(gl.float32)
-    if c % 2 == 0:
-        n = n * k_a[:, None]
-    else:
-        n = n * k_b[:, None]
-    return gl.convert_layout(n.to(kind), operand())
+    return gl.convert_layout(rows_multiplied(ns[c // 2], parts_a if c % 2 == 0 else parts_b), operand())
 
 
 @gluon.jit
@@ -82,7 +79,8 @@ def add_forms(
     for k in gl.static_range(P):
         new = new + (times_columns(level, linear.index(k), dns[k], False),)
     dns = new
-    left = taken_part(ns, 0, k_a, k_b, kind)
+    parts_a, parts_b = in_two(k_a, kind), in_two(k_b, kind)
+    left = taken_part(ns, 0, parts_a, parts_b)
     for c in gl.static_range(2 * P):
         slot, phase = slot_of(item, SLOTS, False)
         mbarrier.wait(full.index(slot), phase)
@@ -90,7 +88,7 @@ def add_forms(
         for k in gl.static_range(P):
             new = new + (times_columns(left, tiles_b.index(slot * P + k), dns[k], False),)
         if c + 1 < 2 * P:
-            ahead = taken_part(ns, c + 1, k_a, k_b, kind)
+            ahead = taken_part(ns, c + 1, parts_a, parts_b)
         else:
             ahead = left
         done = warpgroup_mma_wait(0, deps=new + (left, level))
@@ -131,17 +129,17 @@ def through_norm(
     follow = row_zeros()
     for k in gl.static_range(P):
         level += gl.sum(dns[k], 1)
-        follow += gl.sum(dns[k] * ns[k].to(gl.float32), 1)
+        follow += gl.sum(dns[k] * in_full(ns[k]), 1)
     level = level * unit / C
     follow = follow * unit / C
     for k in gl.static_range(P):
         slot, phase = slot_of(item + k, STAGES, False)
         mbarrier.wait(full_b.index(slot), phase)
         place = (slot * GROUPS + which) * 2
-        dx = dns[k] * unit[:, None] - level[:, None] - ns[k].to(gl.float32) * follow[:, None]
+        dx = dns[k] * unit[:, None] - level[:, None] - in_full(ns[k]) * follow[:, None]
         left, right = halves(dx)
-        left += ring.index(place).load(accumulator(32)).to(gl.float32)
-        right += ring.index(place + 1).load(accumulator(32)).to(gl.float32)
+        left += in_full(ring.index(place).load(accumulator(32)))
+        right += in_full(ring.index(place + 1).load(accumulator(32)))
         ring.index(place).store(left.to(kind))  # each warp where it has read
         ring.index(place + 1).store(right.to(kind))
         fence_async_shared()

@@ -18,6 +18,7 @@ from multilinear.kernels.hopper_names import load_each, load_tile, meet, store_t
 from multilinear.kernels.hopper_parts import (
     accumulator,
     fetch,
+    in_full,
     keep_vectors,
     kept,
     operand,
@@ -145,7 +146,7 @@ def hidden(
     P: gl.constexpr = C // 64
     q = q * scale_b[:, None]
     q = q * kept(vectors, 3 * P + i, 64, ROWS) + kept(vectors, 4 * P + i, 64, ROWS)
-    a = tiles_a.index(place + i).load(accumulator(64, ROWS)).to(gl.float32)
+    a = in_full(tiles_a.index(place + i).load(accumulator(64, ROWS)))
     a = a * scale_a[:, None] - (mean * scale_a)[:, None]
     a = a * kept(vectors, P + i, 64, ROWS) + kept(vectors, 2 * P + i, 64, ROWS)
     return gl.convert_layout((a * q).to(kind), operand(ROWS))
@@ -159,7 +160,7 @@ def put_output(
     for k in gl.static_range(C // 64):
         tile = tiles.index(place + k)
         y = (ys[k] + kept(bias, first + k, 64, ROWS)) * keep[:, None]
-        tile.store((tile.load(accumulator(64, ROWS)).to(gl.float32) + y).to(tile.dtype))
+        tile.store((in_full(tile.load(accumulator(64, ROWS))) + y).to(tile.dtype))
     fence_async_shared()
     for k in gl.static_range(C // 64):
         store_tile(out_desc, [row, 64 * k], tiles.index(place + k))

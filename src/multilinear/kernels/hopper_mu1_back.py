@@ -27,7 +27,7 @@ from multilinear.kernels.hopper_mu1_back_steps import (
     second_pass,
 )
 from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
-from multilinear.kernels.hopper_pairs import summing
+from multilinear.kernels.hopper_pairs import store_column_sums, summing
 from multilinear.kernels.hopper_parts import accumulator, keep_vectors, zeros
 from multilinear.kernels.hopper_unshift import unshift
 
@@ -64,12 +64,12 @@ def fetch_shifted_u(
     STRIDE: gl.constexpr, J: gl.constexpr, IMAGE: gl.constexpr,
 ):  # fmt: skip
     """Start copying a tile of the shifted u, after the gradient's."""
-    tiles_a, lows, bar = buffers[1], buffers[3], bars[1].index(mine)
+    tiles_a, lows, bar = buffers[1], buffers[2], bars[1].index(mine)
     if IMAGE:
         for i in gl.static_range(C // J):
-            load_tile(descs[6], [row, J * i], bar, tiles_a.index(mine * (C // J) + i))
+            load_tile(descs[4], [row, J * i], bar, tiles_a.index(mine * (C // J) + i))
         for j in gl.static_range(LOWS):
-            load_tile(descs[7], [row, C + 16 * j], bar, lows.index(mine * LOWS + j))
+            load_tile(descs[5], [row, C + 16 * j], bar, lows.index(mine * LOWS + j))
     else:
         fetch_low(u_ptr, row, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
         fetch_shifted(u_ptr, row, rows, grid, tiles_a, mine * (C // J), C, STRIDE, J)
@@ -81,14 +81,13 @@ def consume(
     C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr,
     J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr, IMAGE: gl.constexpr,
 ):  # fmt: skip
-    grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, _, _ = descs
-    tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, biases, norms, lines = buffers
+    grad_desc, e_desc, low_desc, d_desc, _, _ = descs
+    tiles_g, tiles_a, lows, ones, weights_b, weights_c, biases, norms, lines = buffers
     full_w, full_g = bars
-    u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr = pointers
+    u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr, h_ptr, db_ptr = pointers
     weights = (weights_b, weights_c)
     CHUNKS: gl.constexpr = C // J
     kind: gl.constexpr = grad_desc.dtype
-    tile_h = tiles_h.index(which)
     sums = ()
     for k in gl.static_range(4 * CHUNKS):
         sums = sums + (gl.full([4, J], 0.0, gl.float32, gl.SliceLayout(1, summing(J))),)
@@ -124,21 +123,21 @@ def consume(
         rows_sums = (zeros(8), zeros(8), zeros(8), zeros(8))
         if CHUNKS == 1:
             a, b, dh = branches(tiles_g, tiles_a, weights, biases, mine, ds, stats, 0, C, J, LOWS, False)
-            grad_a, grad_b, parts = first_pass(h_desc, tile_h, norms, row, 0, a, b, dh, more, C, J, DROP)
+            grad_a, grad_b, parts = first_pass(h_ptr, norms, row, rows, 0, a, b, dh, more, C, J, DROP)
             new = ()
             for k in gl.static_range(4):
                 new = new + (sums[k] + parts[k],)
             sums = new
             scales = scales_of(stats, add_row_sums(rows_sums, grad_a, grad_b, a, b), kind, C)
-            # E comes where u was, and db where the gradient was
-            down = second_pass(
-                e_desc, db_desc, tiles_a.index(mine), tiles_g.index(mine), weights_b, scales, down,
-                a, b, grad_a, grad_b, row, 0, J, LOWS, IMAGE,
+            tma.store_wait(0)
+            down = second_pass(  # E comes where u was
+                e_desc, db_ptr, tiles_a.index(mine), weights_b, scales, down, a, b, grad_a, grad_b, row, rows, 0, C, J,
+                LOWS, IMAGE,
             )  # fmt: skip
         else:
             for i in range(CHUNKS):
                 a, b, dh = branches(tiles_g, tiles_a, weights, biases, mine, ds, stats, i, C, J, LOWS, False)
-                grad_a, grad_b, parts = first_pass(h_desc, tile_h, norms, row, i, a, b, dh, more, C, J, DROP)
+                grad_a, grad_b, parts = first_pass(h_ptr, norms, row, rows, i, a, b, dh, more, C, J, DROP)
                 new = ()
                 for c in gl.static_range(CHUNKS):  # in registers, where a place cannot be looked up
                     here = gl.where(i == c, 1.0, 0.0)
@@ -147,17 +146,16 @@ def consume(
                 sums = new
                 rows_sums = add_row_sums(rows_sums, grad_a, grad_b, a, b)
             scales = scales_of(stats, rows_sums, kind, C)
+            tma.store_wait(0)
+            meet()  # d has been written, long ago
             for i in range(CHUNKS):
                 a, b, dh = branches(tiles_g, tiles_a, weights, biases, mine, ds, stats, i, C, J, LOWS, True)
                 p, q = behind_norms(norms, i, a, b, CHUNKS, J)
                 grad_a, grad_b = ahead_of_norms(norms, i, p, q, dh, CHUNKS, J)[2:]
-                tma.store_wait(0)
-                meet()  # the tile of h is free
                 down = second_pass(
-                    e_desc, db_desc, tiles_a.index(mine * CHUNKS + i), tile_h, weights_b, scales, down,
-                    a, b, grad_a, grad_b, row, i, J, LOWS, IMAGE,
+                    e_desc, db_ptr, tiles_a.index(mine * CHUNKS + i), weights_b, scales, down, a, b, grad_a, grad_b,
+                    row, rows, i, C, J, LOWS, IMAGE,
                 )  # fmt: skip
-        # d has been written long ago
         for j in gl.static_range(LOWS):
             lows.index(mine * LOWS + j).store(down[j].to(kind))
         if IMAGE:
@@ -183,10 +181,9 @@ def consume(
         turn += 1
         group += gl.num_programs(0)
     for c in gl.static_range(CHUNKS):
-        for k in gl.static_range(4):
-            total = gl.sum(sums[4 * c + k], 0)
-            where = ((gl.program_id(0) * GROUPS + which) * 4 + k) * C + J * c
-            gl.store(sums_ptr + where + gl.arange(0, J, layout=total.type.layout), total)
+        for k in gl.static_range(2):
+            line = sums_ptr + ((gl.program_id(0) * GROUPS + which) * 4 + 2 * k) * C + J * c
+            store_column_sums(line, sums[4 * c + 2 * k : 4 * c + 2 * k + 2], J, C)
     async_copy.wait_group(0)
     mbarrier.wait(full_g.index(which * TILES + turn % TILES), (turn // TILES) & 1)
     tma.store_wait(0)
@@ -194,13 +191,14 @@ def consume(
 
 @gluon.jit
 def mu1_back(
-    grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, b_desc, c_desc, u_desc, u_low_desc, u_ptr, norms_ptr,
+    grad_desc, e_desc, low_desc, d_desc, b_desc, c_desc, u_desc, u_low_desc, h_ptr, db_ptr, u_ptr, norms_ptr,
     stats_ptr, keep_ptr, vectors_ptr, sums_ptr, groups, rows, tokens, height, width, magic_height, magic_width,
     C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr, MU1: gl.constexpr,
     J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr, IMAGE: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """From the gradient of the first Mu-Layer's output to E, that of the shifted u; the factors h, db and d; sums.
+    """From the gradient of the first Mu-Layer's output to E, that of the shifted u; the factors h and db, in the order
+    of `own_columns`, and d; sums.
 
     For images of 8x8 tokens u comes shifted, and E is shifted back and each row divided by the deviation of x."""
     # a piece of the low rank would end in something else, and the next gradient comes early to where db must not be
@@ -220,7 +218,6 @@ def mu1_back(
         tiles_a = gl.allocate_shared_memory(kind, [COUNT * CHUNKS, 64, J], e_desc.layout)
         lows = gl.allocate_shared_memory(kind, [COUNT * LOWS, 64, 16], low_desc.layout)
         lines = (tiles_a, lows)
-    tiles_h = gl.allocate_shared_memory(kind, [GROUPS, 64, J], h_desc.layout)
     ones = gl.allocate_shared_memory(kind, [64, 16], low_desc.layout)
     weights_b = gl.allocate_shared_memory(kind, [CHUNKS * LOWS, J, 16], b_desc.layout)
     weights_c = gl.allocate_shared_memory(kind, [CHUNKS * P, 64, J], c_desc.layout)
@@ -243,10 +240,10 @@ def mu1_back(
             load_tile(b_desc, [J * i, 16 * j], full_w, weights_b.index(i * LOWS + j))
         for k in gl.static_range(P):
             load_tile(c_desc, [64 * k, J * i], full_w, weights_c.index(i * P + k))
-    descs = (grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, u_desc, u_low_desc)
-    buffers = (tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, biases, norms, lines)
+    descs = (grad_desc, e_desc, low_desc, d_desc, u_desc, u_low_desc)
+    buffers = (tiles_g, tiles_a, lows, ones, weights_b, weights_c, biases, norms, lines)
     bars = (full_w, full_g)
-    pointers = (u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr)
+    pointers = (u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr, h_ptr, db_ptr)
     grid = (height, width, magic_height, magic_width)
     if GROUPS == 2:
         gl.warp_specialize([

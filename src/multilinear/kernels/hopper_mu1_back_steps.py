@@ -3,10 +3,9 @@ and their gradients ahead of their norms, the sums that the norms need, and from
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from multilinear.kernels.hopper_names import meet, store_tile
-from multilinear.kernels.hopper_norm_back import settle
 from multilinear.kernels.hopper_pairs import (
     column_products,
     eights,
@@ -15,7 +14,18 @@ from multilinear.kernels.hopper_pairs import (
     row_products,
     row_sums,
 )
-from multilinear.kernels.hopper_parts import accumulator, along, kept, sum_rows, times, times_columns, zeros
+from multilinear.kernels.hopper_parts import (
+    accumulator,
+    along,
+    in_full,
+    kept,
+    operand,
+    store_own,
+    sum_rows,
+    times,
+    times_columns,
+    zeros,
+)
 
 
 @gluon.jit
@@ -39,7 +49,7 @@ def branches(
     tile_a = tiles_a.index(turn * (C // J) + i)
     a = tile_a.load(accumulator(J))
     if not AGAIN:
-        a = (a.to(gl.float32) * along(scale_a, J) - along(mean * scale_a, J)).to(kind)
+        a = (in_full(a) * along(scale_a, J) - along(mean * scale_a, J)).to(kind)
         if C > J:
             tile_a.store(a)
     b = ((done[1] + kept(biases, i, J)) * along(scale_b, J)).to(kind)
@@ -62,19 +72,14 @@ def ahead_of_norms(norms, i, p, q, dh, COUNT: gl.constexpr, J: gl.constexpr):
 
 @gluon.jit
 def first_pass(
-    h_desc, tile_h, norms, row, i, a, b, dh, more, C: gl.constexpr, J: gl.constexpr, DROP: gl.constexpr
+    h_ptr, norms, row, rows, i, a, b, dh, more, C: gl.constexpr, J: gl.constexpr, DROP: gl.constexpr
 ):  # fmt: skip
     """Write a chunk of h. Gradients of the normed branches; sums for those of their norms' weights and biases."""
     p, q = behind_norms(norms, i, a, b, C // J, J)
     h = multiplied(p, q)
     if DROP:  # what it is multiplied with, less 1, so that this is not rounded
         h = multiplied_onto(h, along(more, J), h)
-    tma.store_wait(0)
-    meet()  # the tile is free
-    tile_h.store(h)
-    fence_async_shared()
-    meet()
-    store_tile(h_desc, [row, J * i], tile_h)
+    store_own(h_ptr, row, rows, J * i, h, C)
     dp, dq, grad_a, grad_b = ahead_of_norms(norms, i, p, q, dh, C // J, J)
     return grad_a, grad_b, column_products(dp, a, J) + column_products(dq, b, J)
 
@@ -89,25 +94,26 @@ def add_row_sums(sums, grad_a, grad_b, a, b):
 
 @gluon.jit
 def second_pass(
-    e_desc, db_desc, tile_e, tile_b, weights_b, scales, down, a, b, grad_a, grad_b, row, i, J: gl.constexpr,
-    LOWS: gl.constexpr, IMAGE: gl.constexpr,
+    e_desc, db_ptr, tile_e, weights_b, scales, down, a, b, grad_a, grad_b, row, rows, i, C: gl.constexpr,
+    J: gl.constexpr, LOWS: gl.constexpr, IMAGE: gl.constexpr,
 ):  # fmt: skip
-    """Put down a chunk of E and of db, in tiles that nothing reads any more, and write them, of images only db; add
-    what db gives to the low rank."""
+    """Put down a chunk of E, in a tile that nothing else reads any more, and write it, but not of images; write db, and
+    add what it gives to the low rank."""
     scale_a, level_a, along_a, scale_b, level_b, along_b = scales
     rest_a = multiplied_onto(a, along(along_a, J), along(level_a, J))
     rest_b = multiplied_onto(b, along(along_b, J), along(level_b, J))
-    tile_e.store(multiplied_onto(grad_a, along(scale_a, J), rest_a))
-    tile_b.store(multiplied_onto(grad_b, along(scale_b, J), rest_b))
-    fence_async_shared()
-    meet()
-    if not IMAGE:
-        store_tile(e_desc, [row, J * i], tile_e)
-    store_tile(db_desc, [row, J * i], tile_b)
+    db = multiplied_onto(grad_b, along(scale_b, J), rest_b)
+    left = gl.convert_layout(db, operand())
     new = ()
     for j in gl.static_range(LOWS):
-        new = new + (times_columns(tile_b, weights_b.index(i * LOWS + j), down[j], False),)
-    return settle(new, 0, LOWS)
+        new = new + (times_columns(left, weights_b.index(i * LOWS + j), down[j], False),)
+    tile_e.store(multiplied_onto(grad_a, along(scale_a, J), rest_a))
+    if not IMAGE:
+        fence_async_shared()
+        meet()
+        store_tile(e_desc, [row, J * i], tile_e)
+    store_own(db_ptr, row, rows, J * i, db, C)
+    return warpgroup_mma_wait(0, deps=new + (left,))[:LOWS]
 
 
 @gluon.jit

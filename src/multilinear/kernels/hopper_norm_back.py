@@ -23,6 +23,7 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
     halves,
+    in_full,
     keep_vectors,
     kept,
     row_zeros,
@@ -111,7 +112,7 @@ def in_tiles(dns, C: gl.constexpr):
 
 @gluon.jit
 def load(ring, which: gl.constexpr, item, TILES: gl.constexpr):
-    return tile_at(ring, which, item, TILES).load(accumulator(64)).to(gl.float32)
+    return in_full(tile_at(ring, which, item, TILES).load(accumulator(64)))
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ the registers. Each result is rounded once."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from multilinear.kernels.hopper_parts import accumulator, halves
+from multilinear.kernels.hopper_parts import accumulator, along, halves, in_full
 
 
 @gluon.jit
@@ -22,6 +22,19 @@ def multiplied_onto(x, y, z):
         return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], x.dtype, True, 2)
     else:
         return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], x.dtype, True, 2)
+
+
+@gluon.jit
+def in_two(x, kind: gl.constexpr):
+    """Numbers for rows of a tile as two of 16 bits, next to which the second is what the first leaves."""
+    high = x.to(kind)
+    return along(high, 64), along((x - high.to(gl.float32)).to(kind), 64)
+
+
+@gluon.jit
+def rows_multiplied(x, parts):
+    """A tile of 64 columns, each row times such a number, rounded about once."""
+    return multiplied_onto(x, parts[0], multiplied(x, parts[1]))
 
 
 @gluon.jit
@@ -69,7 +82,7 @@ def four_products(x, y, k: gl.constexpr):
     out = multiplied(x[k], y[k])
     for i in gl.static_range(k + 1, k + 4):
         out = multiplied_onto(x[i], y[i], out)
-    return out.to(gl.float32)
+    return in_full(out)
 
 
 @gluon.jit
@@ -83,7 +96,7 @@ def row_products(x, y):
 
 @gluon.jit
 def four_parts(x, k: gl.constexpr):
-    return added(added(x[k], x[k + 1]), added(x[k + 2], x[k + 3])).to(gl.float32)
+    return in_full(added(added(x[k], x[k + 1]), added(x[k + 2], x[k + 3])))
 
 
 @gluon.jit
@@ -127,24 +140,40 @@ def half_the_rows(x, kind: gl.constexpr):
 
 
 @gluon.jit
+def as_words(x):
+    """Pairs of neighbouring columns as numbers of 32 bits, which are the same registers."""
+    twice = gl.inline_asm_elementwise("mov.b32 $0, $2; mov.b32 $1, $2;", "=r,=r,r", [x], gl.int32, True, 2)
+    return twice.reshape([4, 8, x.shape[2] // 2, 2]).split()[0]
+
+
+@gluon.jit
 def column_products(x, y, J: gl.constexpr):
-    """Sums over the rows of each warp of products, and of x. To exchange ahead of them takes far less than an exchange
-    for each, and two numbers of 16 bits go at once: what is lost by that is nothing among so many."""
+    """Sums over the rows of each warp of products, and of x, for even columns and for odd ones: products of the first
+    of them, what is summed up of it, products of the next. To exchange ahead of them takes far less than an exchange
+    for each, and two columns go at once in 16 bits: what is lost by that is nothing among so many."""
     x0, x1 = row_pairs(x, J)
     y0, y1 = row_pairs(y, J)
-    products = multiplied_onto(x1, y1, multiplied(x0, y0)).to(gl.int16, bitcast=True)
-    sums = added(x0, x1).to(gl.int16, bitcast=True)
-    both = gl.inline_asm_elementwise("mov.b32 $0, {$2, $1};", "=r,h,h", [products, sums], gl.int32, True, 1)
+    products = as_words(multiplied_onto(x1, y1, multiplied(x0, y0)))
+    both = gl.join(products, as_words(added(x0, x1))).reshape([4, 8, J])
     both = gl.convert_layout(both, summing(J))
     both = half_the_rows(half_the_rows(half_the_rows(both, x.dtype), x.dtype), x.dtype)
     if x.dtype == gl.bfloat16:
-        left = (both & -65536).to(gl.float32, bitcast=True)
-        right = (both << 16).to(gl.float32, bitcast=True)
+        even = (both << 16).to(gl.float32, bitcast=True)
+        odd = (both & -65536).to(gl.float32, bitcast=True)
     else:
-        left = (both >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
-        right = both.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        even = both.to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
+        odd = (both >> 16).to(gl.int16).to(gl.float16, bitcast=True).to(gl.float32)
     layout: gl.constexpr = gl.SliceLayout(1, summing(J))
-    left, right = left.reshape([4, J]), right.reshape([4, J])
+    even, odd = even.reshape([4, J]), odd.reshape([4, J])
     return (
-        gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
+        gl.convert_layout(even, layout, assert_trivial=True), gl.convert_layout(odd, layout, assert_trivial=True)
     )  # fmt: skip
+
+
+@gluon.jit
+def store_column_sums(ptr, sums, J: gl.constexpr, STRIDE: gl.constexpr):
+    """Such sums of a program, added up over its warps: first the products, and STRIDE further what x adds up to."""
+    for k in gl.static_range(2):
+        total = gl.sum(sums[k], 0)
+        place = gl.arange(0, J, layout=total.type.layout)
+        gl.store(ptr + place % 2 * STRIDE + place // 2 * 2 + k, total)

@@ -123,6 +123,17 @@ def along(x, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def in_full(x):
+    """As numbers of 32 bits. The compiler takes half as many instructions again for pairs of bfloat16."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], gl.float32, True, 2
+        )  # fmt: skip
+    else:
+        return x.to(gl.float32)
+
+
+@gluon.jit
 def sum_rows(x):
     return gl.convert_layout(gl.sum(x, 1), rows_layout())
 
@@ -258,7 +269,7 @@ def fetch(desc, row, bar, tiles, place, C: gl.constexpr, ROWS: gl.constexpr = 64
 
 @gluon.jit
 def normed(tiles, place, mean, scale, vectors, k: gl.constexpr, C: gl.constexpr, kind: gl.constexpr):
-    x = tiles.index(place + k).load(accumulator(64)).to(gl.float32)
+    x = in_full(tiles.index(place + k).load(accumulator(64)))
     x = (x - mean[:, None]) * scale[:, None]
     return (x * kept(vectors, k, 64) + kept(vectors, C // 64 + k, 64)).to(kind)
 
@@ -268,11 +279,11 @@ def row_norm(tiles, place, eps, C: gl.constexpr):
     """The mean of each row of a tile's pieces, and what makes its variance 1."""
     total = row_zeros()
     for k in gl.static_range(C // 64):
-        total += gl.sum(tiles.index(place + k).load(accumulator(64)).to(gl.float32), 1)
+        total += gl.sum(in_full(tiles.index(place + k).load(accumulator(64))), 1)
     mean = total / C
     total = row_zeros()
     for k in gl.static_range(C // 64):
-        x = tiles.index(place + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
+        x = in_full(tiles.index(place + k).load(accumulator(64))) - mean[:, None]
         total += gl.sum(x * x, 1)
     return mean, gl.rsqrt(total / C + eps)
 
@@ -284,10 +295,10 @@ def load_rows(tiles, place, eps, C: gl.constexpr, ROWS: gl.constexpr = 64):
     total = row_zeros(ROWS)
     for k in gl.static_range(C // 64):
         xs = xs + (tiles.index(place + k).load(accumulator(64, ROWS)),)
-        total += gl.sum(xs[k].to(gl.float32), 1)
+        total += gl.sum(in_full(xs[k]), 1)
     mean = total / C
     total = row_zeros(ROWS)
     for k in gl.static_range(C // 64):
-        x = xs[k].to(gl.float32) - mean[:, None]
+        x = in_full(xs[k]) - mean[:, None]
         total += gl.sum(x * x, 1)
     return xs, mean, gl.rsqrt(total / C + eps)

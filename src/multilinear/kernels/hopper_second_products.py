@@ -15,6 +15,7 @@ from multilinear.kernels.hopper_names import load_tile, reinterpret
 from multilinear.kernels.hopper_pairs import multiplied
 from multilinear.kernels.hopper_parts import (
     accumulator,
+    in_full,
     operand,
     own_place,
     release,
@@ -87,7 +88,7 @@ def left_side(which: gl.constexpr, ring, full, item, HIDDEN: gl.constexpr, P: gl
         return multiplied(transposed(ring, place + left_of(which, 0)), transposed(ring, place + left_of(which, 1)))
     else:
         n = transposed(ring, place + 3 + which)
-        return (n.to(gl.float32) * load_taken(ring.index(place))[None, :]).to(n.dtype)
+        return (in_full(n) * load_taken(ring.index(place))[None, :]).to(n.dtype)
 
 
 @gluon.jit
