@@ -91,7 +91,8 @@ ASSEMBLY = {
     "add.rn.f16x2 $0, $1, $2;": paired(torch.add, torch.float16),
     "{\n    .reg .b32 low, high;": paired(lambda x, y: x.float() * y, torch.bfloat16),
     "{\n    .reg .b16 low, high;": paired(lambda x, y: x.float() * y, torch.float16),
-    "mov.b32 $0, {$2, $1};": lambda x, y: torch.stack([plain(y), plain(x)], -1).view(torch.int32)[..., 0],
+    "mov.b32 $0, $2; mov.b32 $1, $2;": lambda x: plain(x).contiguous().view(torch.int32).repeat_interleave(2, -1),
+    "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": lambda x: plain(x).float(),
     "shfl.sync.up.b32 $0, $1, 4, 0, -1;": shuffled(-4),
     "shfl.sync.down.b32 $0, $1, 4, 31, -1;": shuffled(4),
 }
