@@ -272,9 +272,7 @@ def consume(
         if ahead < groups:
             fetch(grad_desc, (ahead * GROUPS + which) * 64, bar, tiles, which * P, C)
         dns, item = add_forms(dns, ns, k_a, k_b, linear, tiles_b, full, empty, item, kind, P, SLOTS)
-        through_norm(
-            which, ring, full_b, empty_b, item_b, ns, dns, unit, out_desc, row, kind, C, GROUPS, STAGES
-        )  # fmt: skip
+        through_norm(which, ring, full_b, empty_b, item_b, ns, dns, unit, out_desc, row, kind, C, GROUPS, STAGES)
         item_b += P
         # not before: a fence would wait for them
         index = row + gl.arange(0, 64, layout=rows_layout())
