@@ -12,13 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from multilinear.kernels.hopper_mu1 import hidden, put_output, store_stats
 from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
+from multilinear.kernels.hopper_pairs import multiplied_onto, normed_pairs, row_norm
 from multilinear.kernels.hopper_parts import (
     accumulator,
     fetch,
+    in_each_row,
     in_full,
     keep_vectors,
     kept,
-    load_rows,
     operand,
     release,
     row_zeros,
@@ -122,13 +123,13 @@ def lift_tile(ns, ring, bars, item, lifted, tiles, place, low, P: gl.constexpr, 
 
 
 @gluon.jit
-def second_branch(ds, weights_b, P: gl.constexpr, LOWS: gl.constexpr):
-    """The second branch ahead of its bias, on its way."""
+def second_branch(ds, weights_b, vectors, P: gl.constexpr, LOWS: gl.constexpr):
+    """The second branch ahead of its norm, on its way."""
     qs = ()
     for k in gl.static_range(P):
-        q = zeros(64, 128)
+        q = in_each_row(vectors, k, 64, 128)
         for j in gl.static_range(LOWS):
-            q = times(ds[j], weights_b.index(k * LOWS + j), q, j == 0)
+            q = times(ds[j], weights_b.index(k * LOWS + j), q, False)
         qs = qs + (q,)
     return qs
 
@@ -145,28 +146,26 @@ def add_hidden(ys, h, ring, bars, item, P: gl.constexpr, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def put_normed(out_desc, tiles, place, row, ys, bias, first: gl.constexpr, keep, eps, C: gl.constexpr):
+def put_normed(out_desc, tiles, place, row, ys, keep, eps, C: gl.constexpr):
     """What `put_output` does, but with mean 0 and variance 1; the mean that was there, and the deviation."""
     sums = ()
     total = row_zeros(128)
+    squares = row_zeros(128)
     for k in gl.static_range(C // 64):
-        y = (ys[k] + kept(bias, first + k, 64, 128)) * keep[:, None]
-        y += in_full(tiles.index(place + k).load(accumulator(64, 128)))
+        y = in_full(tiles.index(place + k).load(accumulator(64, 128))) + ys[k] * keep[:, None]
         total += gl.sum(y, 1)
+        squares += gl.sum(y * y, 1)
         sums = sums + (y,)
     mean = total / C
-    total = row_zeros(128)
-    for k in gl.static_range(C // 64):
-        y = sums[k] - mean[:, None]
-        total += gl.sum(y * y, 1)
-    scale = gl.rsqrt(total / C + eps)
+    variance = gl.maximum(squares / C - mean * mean, 0.0) + eps
+    scale = gl.rsqrt(variance)
     level = -mean * scale
     for k in gl.static_range(C // 64):
         tiles.index(place + k).store((sums[k] * scale[:, None] + level[:, None]).to(out_desc.dtype))
     fence_async_shared()
     for k in gl.static_range(C // 64):
         store_tile(out_desc, [row, 64 * k], tiles.index(place + k))
-    return mean, gl.sqrt(total / C + eps)
+    return mean, gl.sqrt(variance)
 
 
 @gluon.jit
@@ -175,7 +174,7 @@ def consume(
     TRAIN: gl.constexpr, DROP: gl.constexpr, NORMED: gl.constexpr,
 ):  # fmt: skip
     x_desc, out_desc, u_desc = descs[0], descs[1], descs[2]
-    lines, tiles, ring, weights_b, norm, lifted, vectors = buffers
+    lines, tiles, ring, weights_b, norm, bias, lifted, vectors = buffers
     full_x, full_w = bars[2], bars[3]
     norms_ptr, stats_ptr, keep_ptr, undo_ptr = pointers
     P: gl.constexpr = C // 64
@@ -194,13 +193,11 @@ def consume(
         index = row + gl.arange(0, 128, layout=rows_layout(128))
         live = index < rows
         mbarrier.wait(full_x.index(mine), (turn // 2) & 1)
-        xs, mean, scale = load_rows(tiles, mine * P, eps, C, 128)
-        level = -mean * scale
+        mean, scale, xs, parts = row_norm(tiles, mine * P, eps, C, 128)
         ns = ()
         for k in gl.static_range(P):
-            n = in_full(xs[k]) * scale[:, None] + level[:, None]
-            n = n * kept(norm, k, 64, 128) + kept(norm, P + k, 64, 128)
-            ns = ns + (gl.convert_layout(n.to(kind), operand(128)),)
+            n = multiplied_onto(normed_pairs(xs[k], parts), kept(norm, k, 64, 128), kept(norm, P + k, 64, 128))
+            ns = ns + (gl.convert_layout(n, operand(128)),)
         tma.store_wait(0)
         meet()  # what was written from the other place has left
         item = lift_tile(ns, ring, bars, item, lifted, tiles, other * P, LOW, P, SLOTS)
@@ -208,7 +205,7 @@ def consume(
         ds = ()
         for j in gl.static_range(LOWS):
             ds = ds + (tiles.index(LOW).slice(16 * j, 16, 1).load(operand(128)),)
-        qs = second_branch(ds, weights_b, P, LOWS)
+        qs = second_branch(ds, weights_b, vectors, P, LOWS)
         if TRAIN:
             for k in gl.static_range(P):
                 store_tile(u_desc, [row, 64 * k], tiles.index(other * P + k))
@@ -218,21 +215,20 @@ def consume(
         keep = row_zeros(128) + 1.0
         if DROP:
             keep = gl.load(keep_ptr + index // 64, mask=live, other=0.0)
-        _, mean, scale_a = load_rows(tiles, other * P, eps, C, 128)
+        mean, scale_a, _, _ = row_norm(tiles, other * P, eps, C, 128)
         done = warpgroup_mma_wait(0, deps=qs + ds)
         qs = ()
         total = row_zeros(128)
         for k in gl.static_range(P):
-            q = done[k] + kept(vectors, k, 64, 128)
-            total += gl.sum(q * q, 1)
-            qs = qs + (q,)
+            qs = qs + (done[k],)
+            total += gl.sum(qs[k] * qs[k], 1)
         scale_b = gl.rsqrt(total / C + eps)  # the mean is zero
         if TRAIN:
             store_stats(stats_ptr, index, live, (mean, scale_a, scale_b))
         meet()  # or tiles would stay in registers from here on
         ys = ()
         for k in gl.static_range(P):
-            ys = ys + (zeros(64, 128),)
+            ys = ys + (in_each_row(bias, k, 64, 128),)
         h = hidden(tiles, other * P, qs[0], vectors, mean, scale_a, scale_b, 0, C, kind, 128)
         for i in gl.static_range(P):
             ys = add_hidden(ys, h, ring, bars, item, P, SLOTS)
@@ -249,11 +245,11 @@ def consume(
         meet()  # nothing reads u any more
         fetch(x_desc, row + gl.num_programs(0) * 128, full_x.index(other), tiles, other * P, C, 128)
         if NORMED:
-            mean, deviation = put_normed(out_desc, tiles, mine * P, row, ys, norm, 2 * P, keep, eps, C)
+            mean, deviation = put_normed(out_desc, tiles, mine * P, row, ys, keep, eps, C)
             gl.store(undo_ptr + index, mean, mask=live)
             gl.store(undo_ptr + rows + index, deviation, mask=live)
         else:
-            put_output(out_desc, tiles, mine * P, row, ys, norm, 2 * P, keep, C, 128)
+            put_output(out_desc, tiles, mine * P, row, ys, keep, C, 128)
         turn += 1
         group += gl.num_programs(0)
     mbarrier.wait(full_x.index(turn % 2), (turn // 2) & 1)
@@ -291,12 +287,13 @@ def first_layer(
     for i in gl.static_range(P):
         for j in gl.static_range(LOWS):
             load_tile(b_desc, [64 * i, 16 * j], full_w, weights_b.index(i * LOWS + j))
-    norm = keep_vectors(vectors_ptr, 3 * C, 64, 3 * P)  # and the bias at the end
+    norm = keep_vectors(vectors_ptr, 2 * C, 64, 2 * P, kind)
+    bias = keep_vectors(vectors_ptr + 2 * C, C, 64, P)
     lifted = keep_vectors(vectors_ptr + BIAS, C + L1, 64, P + 1)
     vectors = keep_vectors(vectors_ptr + MU1, 5 * C, 64, 5 * P)
     meet()
     descs = (x_desc, out_desc, u_desc, w_desc, c_desc)
-    buffers = (lines, tiles, ring, weights_b, norm, lifted, vectors)
+    buffers = (lines, tiles, ring, weights_b, norm, bias, lifted, vectors)
     bars = (full, empty, full_x, full_w)
     pointers = (norms_ptr, stats_ptr, keep_ptr, undo_ptr)
     gl.warp_specialize([

@@ -18,6 +18,7 @@ from multilinear.kernels.hopper_names import load_each, load_tile, meet, store_t
 from multilinear.kernels.hopper_parts import (
     accumulator,
     fetch,
+    in_each_row,
     in_full,
     keep_vectors,
     kept,
@@ -154,13 +155,13 @@ def hidden(
 
 @gluon.jit
 def put_output(
-    out_desc, tiles, place, row, ys, bias, first: gl.constexpr, keep, C: gl.constexpr, ROWS: gl.constexpr = 64
+    out_desc, tiles, place, row, ys, keep, C: gl.constexpr, ROWS: gl.constexpr = 64
 ):  # fmt: skip
-    """Add the layer's output to x where it is, with a bias from piece `first` on, and start writing it."""
+    """Add the layer's output to x where it is, and start writing it."""
     for k in gl.static_range(C // 64):
         tile = tiles.index(place + k)
-        y = (ys[k] + kept(bias, first + k, 64, ROWS)) * keep[:, None]
-        tile.store((in_full(tile.load(accumulator(64, ROWS))) + y).to(tile.dtype))
+        y = in_full(tile.load(accumulator(64, ROWS))) + ys[k] * keep[:, None]
+        tile.store(y.to(tile.dtype))
     fence_async_shared()
     for k in gl.static_range(C // 64):
         store_tile(out_desc, [row, 64 * k], tiles.index(place + k))
@@ -210,7 +211,7 @@ def consume(
             store_stats(stats_ptr, index, live, norms)
         ys = ()
         for k in gl.static_range(P):
-            ys = ys + (zeros(64),)
+            ys = ys + (in_each_row(bias, k, 64),)
         for i in range(P):
             q = second(ds, weights_b, vectors, i, LOWS)
             h = hidden(tiles_a, place, q, vectors, norms[0], norms[1], norms[2], i, C, kind)
@@ -233,7 +234,7 @@ def consume(
             fetch_low(u_ptr, ahead, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE, 64)
         mbarrier.wait(full_x.index(mine), (turn // KEPT) & 1)
-        put_output(out_desc, tiles_x, place, row, ys, bias, 0, keep, C)
+        put_output(out_desc, tiles_x, place, row, ys, keep, C)
         if TILES == 0:
             tma.store_wait(0)
             meet()

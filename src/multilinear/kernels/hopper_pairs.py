@@ -4,7 +4,7 @@ the registers. Each result is rounded once."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from multilinear.kernels.hopper_parts import accumulator, along, halves, in_full
+from multilinear.kernels.hopper_parts import accumulator, along, halves, in_full, sum_rows, zeros
 
 
 @gluon.jit
@@ -95,6 +95,18 @@ def row_products(x, y):
 
 
 @gluon.jit
+def row_squares(x):
+    """The same of squares, with numbers of 32 bits where 16 might not be enough."""
+    if x[0].dtype == gl.bfloat16:
+        return row_products(x, x)
+    else:
+        out = in_full(x[0]) * in_full(x[0])
+        for i in gl.static_range(1, 8):
+            out += in_full(x[i]) * in_full(x[i])
+        return out
+
+
+@gluon.jit
 def four_parts(x, k: gl.constexpr):
     return in_full(added(added(x[k], x[k + 1]), added(x[k + 2], x[k + 3])))
 
@@ -106,6 +118,34 @@ def row_sums(x):
         return four_parts(x, 0) + four_parts(x, 4)
     else:
         return four_parts(x, 0)
+
+
+@gluon.jit
+def row_norm(tiles, place, eps, C: gl.constexpr, ROWS: gl.constexpr):
+    """The mean of each row of a tile's pieces, and what makes its variance 1; the pieces less about that mean; and what
+    makes these normed, for `normed_pairs`."""
+    kind: gl.constexpr = tiles.dtype
+    xs = ()
+    total = zeros(8, ROWS)
+    for k in gl.static_range(C // 64):
+        xs = xs + (tiles.index(place + k).load(accumulator(64, ROWS)),)
+        total += row_sums(eights(xs[k]))
+    mean = sum_rows(total) / C
+    about = mean.to(kind)
+    ds = ()
+    squares = zeros(8, ROWS)
+    for k in gl.static_range(C // 64):
+        ds = ds + (added(xs[k], along(-about, 64)),)
+        squares += row_squares(eights(ds[k]))
+    rest = mean - about.to(gl.float32)
+    scale = gl.rsqrt(gl.maximum(sum_rows(squares) / C - rest * rest, 0.0) + eps)
+    return mean, scale, ds, in_two(scale, kind) + (along((-rest * scale).to(kind), 64),)
+
+
+@gluon.jit
+def normed_pairs(d, parts):
+    """A piece of a tile as `row_norm` leaves it, normed."""
+    return multiplied_onto(d, parts[0], multiplied_onto(d, parts[1], parts[2]))
 
 
 @gluon.constexpr_function

@@ -117,9 +117,15 @@ def kept(vectors, i, WIDTH: gl.constexpr, ROWS: gl.constexpr = 64):
 
 
 @gluon.jit
+def in_each_row(vectors, i, WIDTH: gl.constexpr, ROWS: gl.constexpr = 64):
+    """The same for products to be added to, which so need no bias in the end."""
+    return gl.full([ROWS, WIDTH], 1.0, gl.float32, accumulator(WIDTH, ROWS)) * kept(vectors, i, WIDTH, ROWS)
+
+
+@gluon.jit
 def along(x, WIDTH: gl.constexpr):
     """A number for each row, next to tiles of that width."""
-    return gl.convert_layout(x, gl.SliceLayout(1, accumulator(WIDTH)))[:, None]
+    return gl.convert_layout(x, gl.SliceLayout(1, accumulator(WIDTH, x.shape[0])))[:, None]
 
 
 @gluon.jit
@@ -135,7 +141,7 @@ def in_full(x):
 
 @gluon.jit
 def sum_rows(x):
-    return gl.convert_layout(gl.sum(x, 1), rows_layout())
+    return gl.convert_layout(gl.sum(x, 1), rows_layout(x.shape[0]))
 
 
 @gluon.jit
@@ -194,10 +200,11 @@ def times_columns(left, right, out, FIRST: gl.constexpr):
 @gluon.jit
 def halves(x, RUNS: gl.constexpr = 1):
     """Both halves of a tile's columns, or of each of so many runs of them: the same registers."""
+    ROWS: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1] // 2
-    parts = x.reshape([64, RUNS, 2, WIDTH // RUNS]).permute((0, 1, 3, 2))
-    left, right = parts.reshape([64, WIDTH, 2]).split()
-    layout: gl.constexpr = accumulator(WIDTH)
+    parts = x.reshape([ROWS, RUNS, 2, WIDTH // RUNS]).permute((0, 1, 3, 2))
+    left, right = parts.reshape([ROWS, WIDTH, 2]).split()
+    layout: gl.constexpr = accumulator(WIDTH, ROWS)
     return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
 
 
