@@ -22,6 +22,7 @@ from multilinear.kernels.hopper_parts import (
     extras,
     fetch,
     halves,
+    in_each_row,
     in_full,
     keep_vectors,
     kept,
@@ -178,13 +179,12 @@ def consume(
         for c in gl.static_range(P):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)
-            part = zeros(128)
+            part = in_each_row(linear, c, 128)
             for k in gl.static_range(c, P):
-                part = times(ns[k], tiles_b.index(slot * P + k), part, k == c)
+                part = times(ns[k], tiles_b.index(slot * P + k), part, False)
             part = warpgroup_mma_wait(0, deps=[part])
             release(empty, slot, False)
             item += 1
-            part = part + kept(linear, c, 128)
             if ROOTS:
                 part_a, part_b = halves(part * part)
             else:
