@@ -125,6 +125,26 @@ def test_any_number_of_threads_gives_the_same_numbers(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_few_images_at_a_time_give_the_same_numbers(dtype, monkeypatch):
+    fast, images = optimize(network(), dtype=dtype), torch.randn(5, 3, 24, 32)
+    together = fast(images)
+    for tokens in (1, 30, 200):  # of each thread; the network has 192 of an image, and then 48
+        monkeypatch.setattr(cpu, "TOKENS", tokens)
+        assert torch.equal(fast(images), together)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_take_what_convolutions_give_and_need(dtype):
+    blocks = optimize(network(), dtype=dtype).network.stages[0].blocks
+    assert blocks.out_dtype == dtype
+    x = torch.randn(3, 5, 7, 32).to(dtype)
+    narrow, blocks.out_dtype = blocks(x), torch.float32
+    assert narrow.dtype == dtype and torch.equal(narrow, blocks(x.float()).to(dtype))
+    assert torch.equal(blocks(x.double()), blocks(x))
+    assert torch.equal(blocks(x.transpose(1, 2)), blocks(x.transpose(1, 2).contiguous()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_blocks_outside_a_network(dtype):
     x = torch.randn(2, 5, 7, 32)
     for plain in (PolyBlock(32).eval(), nn.Sequential(nn.Identity(), PolyBlock(32), PolyBlock(32)).eval()):

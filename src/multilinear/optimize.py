@@ -16,7 +16,7 @@ from multilinear.layers import PolyBlock, PyramidPatchEmbed, compile_blocks, fol
 from multilinear.layers.embed import check_image_size
 from multilinear.layers.mu import FoldedMuLayer, MuLayer
 from multilinear.layers.shift import SpatialShift
-from multilinear.models.monet import Downsample
+from multilinear.models.monet import Downsample, MONet
 
 BACKENDS = ("auto", "eager", "compile", "kernel", "onnx", "graph")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -151,7 +151,11 @@ def _with_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Conv2d):
                     setattr(parent, name, InType(child.to(memory_format=torch.channels_last), dtype))
-    return root["model"]
+    model = root["model"]
+    for stage in list(model.stages)[:-1] if isinstance(model, MONet) else ():
+        if isinstance(stage.blocks, cpu.Blocks):
+            stage.blocks.out_dtype = dtype  # as the convolution behind it takes it
+    return model
 
 
 def _runs(root: nn.Module) -> Iterator[tuple[nn.Module, str, list[PolyBlock]]]:

@@ -2,7 +2,8 @@
 //
 // The spatial shift is the only step in which tokens meet. So one pass over tiles of tokens does, for each tile: gather
 // the shifted [A|D]x of the first Mu-Layer, B, norms, product, C, the whole second Mu-Layer, and [A|D]x of the next
-// block, which is kept for the next pass. Python has folded the affine maps of all norms and packed the weights.
+// block, which is kept for the next pass. Few images at a time go through all blocks, so that this stays in a cache too.
+// Python has folded the affine maps of all norms and packed the weights.
 #include <omp.h>
 
 #include <algorithm>
@@ -10,17 +11,11 @@
 #include <cstring>
 #include <vector>
 
-#include "lanes.h"
+#include "multiply.h"
 
 namespace {
 
 inline I round_up(I n, I to) { return (n + to - 1) / to * to; }
-
-struct Linear {
-    const void* weight;  // panels of up to PANEL vectors of outputs; in each, inputs (in pairs) by outputs
-    const float* bias;
-    I vectors, inputs;  // LANES outputs each; 0 vectors for a missing matrix
-};
 
 struct Mu {
     Linear A, D, B, C;
@@ -42,71 +37,6 @@ Mu read_mu(const char* base, const I*& entry) {
     mu.hidden = *entry++;
     mu.low = *entry++;
     return mu;
-}
-
-enum Into { SCRATCH, KEPT, STREAM };
-
-template <class F, int N, int R>
-inline void panel(const typename F::T* x, I ldx, const typename F::T* w, const float* bias, I inputs, Into into,
-                  void* out, I ldo, I rows) {
-    Vector sum[R][N];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) sum[r][n] = load(bias + LANES * n);
-    for (I k = 0; k < inputs; k += F::PAIR) {
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++)
-#pragma GCC unroll 4
-            for (int n = 0; n < N; n++) sum[r][n] = F::madd(sum[r][n], x + r * ldx + k, w + n * LANES * F::PAIR);
-        w += N * LANES * F::PAIR;
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-        if (r >= rows) break;
-#pragma GCC unroll 4
-        for (int n = 0; n < N; n++) {
-            float* wide = (float*)out + r * ldo + LANES * n;
-            if (into == KEPT)
-                F::put((typename F::T*)out + r * ldo + LANES * n, sum[r][n]);
-            else if (into == SCRATCH)
-                store(wide, sum[r][n]);
-            else
-                store(wide, load(wide) + sum[r][n]);
-        }
-    }
-}
-
-template <class F, int N, int R>
-inline void panels(const typename F::T* x, I ldx, const typename F::T* w, const float* bias, I inputs, Into into,
-                   char* out, I ldo, I rows, I size) {
-    for (I r = 0; r < rows; r += R)  // the scratch has rows to spare
-        panel<F, N, R>(x + r * ldx, ldx, w, bias, inputs, into, out + r * ldo * size, ldo, rows - r);
-}
-
-// out = x W + b on `rows` rows; as many rows at once as the registers hold sums for
-template <class F>
-void multiply(const typename F::T* x, I ldx, const Linear& by, Into into, void* out, I ldo, I rows) {
-    auto w = (const typename F::T*)by.weight;
-    const I size = into == KEPT ? sizeof(typename F::T) : sizeof(float);
-    for (I v = 0; v < by.vectors; v += PANEL) {
-        const float* bias = by.bias + LANES * v;
-        char* to = (char*)out + LANES * v * size;
-        const I n = std::min<I>(PANEL, by.vectors - v), k = by.inputs;
-        if constexpr (PANEL == 4) {
-            switch (n) {
-                case 4: panels<F, 4, 6>(x, ldx, w, bias, k, into, to, ldo, rows, size); break;
-                case 3: panels<F, 3, 8>(x, ldx, w, bias, k, into, to, ldo, rows, size); break;
-                case 2: panels<F, 2, 12>(x, ldx, w, bias, k, into, to, ldo, rows, size); break;
-                default: panels<F, 1, 12>(x, ldx, w, bias, k, into, to, ldo, rows, size);
-            }
-        } else if (n == 2) {
-            panels<F, 2, 6>(x, ldx, w, bias, k, into, to, ldo, rows, size);
-        } else {
-            panels<F, 1, 12>(x, ldx, w, bias, k, into, to, ldo, rows, size);
-        }
-        w += n * LANES * k;
-    }
 }
 
 // One over the deviation of each of R rows about their means. Several rows at once, as each waits for its own sums.
@@ -191,38 +121,62 @@ void product(const float* f, const float* s, const Mu& mu, I width, float eps, b
         product_rows<F, 1>(f + r * width, s + r * width, mu, width, eps, norm, centred, out + r * width);
 }
 
-// a stretch of one vector of channels that moves one way
+// a stretch of the vector at a channel that moves one way
 struct Piece { I quarter, channel; Mask mask; };
 
+// vector by vector; the first piece of each is taken whole
 std::vector<Piece> pieces(I channels) {
     std::vector<Piece> found;
-    for (I q = 0; q < 4; q++) {
-        // the last one takes the padding along, which is zero everywhere
-        const I begin = channels * q / 4, end = q < 3 ? channels * (q + 1) / 4 : round_up(channels, LANES);
-        for (I c = begin / LANES * LANES; c < end; c += LANES) {
+    for (I c = 0; c < channels; c += LANES)
+        for (I q = 0; q < 4; q++) {
+            // the last one takes the padding along, which is zero everywhere
+            const I begin = channels * q / 4, end = q < 3 ? channels * (q + 1) / 4 : round_up(channels, LANES);
             const I low = std::max(begin - c, I(0)), high = std::min(end - c, LANES);
             if (high > low) found.push_back({q, c, lanes((1u << high) - (1u << low))});
         }
-    }
     return found;
 }
 
 struct Shape { I batch, height, width, dim; };
 
-// where the four quarters of token t come from
-template <class T>
-inline void neighbours(const Shape& shape, I t, I border, const T* u, I kept, const T* nothing, const T* out[4]) {
-    const I column = t % shape.width, row = t / shape.width % shape.height;
-    const T *own = u + t * kept, *missing = border == 2 ? nothing : own;
-    out[0] = row > 0 ? own - shape.width * kept : missing;
-    out[1] = row + 1 < shape.height ? own + shape.width * kept : missing;
-    out[2] = column > 0 ? own - kept : missing;
-    out[3] = column + 1 < shape.width ? own + kept : missing;
+// Call `put(channel, LANES of them)` for a row whose four quarters come from elsewhere.
+template <class F, class Put>
+inline void gather(const std::vector<Piece>& pieces, const typename F::T* const from[4], Put put) {
+    for (size_t i = 0; i < pieces.size();) {
+        const I channel = pieces[i].channel;
+        auto held = F::held(from[pieces[i].quarter] + channel);
+        for (i++; i < pieces.size() && pieces[i].channel == channel; i++)
+            held = choose(held, pieces[i].mask, F::held(from[pieces[i].quarter] + channel));
+        put(channel, held);
+    }
 }
 
-// how memory is shared out: first the rows of [A|D]x that are kept from pass to pass, then `each` bytes for each thread
+// where a token is in its image
+struct Place {
+    I row, column;
+    Place(const Shape& shape, I t) : row(t / shape.width % shape.height), column(t % shape.width) {}
+    void next(const Shape& shape) {
+        if (++column < shape.width) return;
+        column = 0;
+        if (++row == shape.height) row = 0;
+    }
+};
+
+// where the four quarters of the token in that place come from
+template <class T>
+inline void neighbours(const Shape& shape, const Place& at, I border, const T* own, I kept, const T* nothing,
+                       const T* out[4]) {
+    const T* missing = border == 2 ? nothing : own;
+    out[0] = at.row > 0 ? own - shape.width * kept : missing;
+    out[1] = at.row + 1 < shape.height ? own + shape.width * kept : missing;
+    out[2] = at.column > 0 ? own - kept : missing;
+    out[3] = at.column + 1 < shape.width ? own + kept : missing;
+}
+
+// how memory is shared out: first the rows of [A|D]x that are kept from pass to pass, then the tokens' residual stream,
+// then `each` bytes for each thread
 struct Plan {
-    I tokens, kept, wide1, low1, wide, low, spare, each, start;
+    I tokens, kept, wide1, low1, wide, low, spare, each, stream, start;
     Plan(const std::vector<Block>& blocks, const Shape& shape, I tile, I size) {
         const Mu &first = blocks[0].mu[0], &second = blocks[0].mu[1];  // all blocks have the same sizes
         tokens = shape.batch * shape.height * shape.width;
@@ -233,19 +187,42 @@ struct Plan {
         low = std::max(low1, round_up(second.low, LANES));
         spare = tile + 12;  // rows are multiplied up to 12 at a time
         each = round_up(spare * (2 * wide * sizeof(float) + (wide + shape.dim + low) * size), 64);
-        start = round_up((2 * tokens + 1) * kept * size, 64);
+        stream = round_up((2 * tokens + 1) * kept * size, 64);
+        start = round_up(stream + tokens * shape.dim * sizeof(float), 64);
     }
 };
 
+// numbers outside, of 32 bits or as between matrices
+struct Numbers { char* start; bool wide; };
+
 template <class F>
-void run(float* x, const Shape& shape, const std::vector<Block>& blocks, float eps, bool norm, I shift_a, I shift_d,
-         char* memory, I tile, I threads) {
+inline void take(const Numbers& from, I start, float* to, I count) {
+    using T = typename F::T;
+    if (from.wide)
+        std::memcpy(to, (const float*)from.start + start, count * sizeof(float));
+    else
+        for (I c = 0; c < count; c += LANES) store(to + c, F::wide(F::held((const T*)from.start + start + c)));
+}
+
+template <class F>
+inline void give(const float* from, const Numbers& to, I start, I count) {
+    using T = typename F::T;
+    if (to.wide)
+        std::memcpy((float*)to.start + start, from, count * sizeof(float));
+    else
+        for (I c = 0; c < count; c += LANES) F::put((T*)to.start + start + c, load(from + c));
+}
+
+template <class F>
+void run(const Numbers& in, const Numbers& out, const Shape& shape, const std::vector<Block>& blocks, float eps,
+         bool norm, I shift_a, I shift_d, char* memory, I tile, I threads) {
     using T = typename F::T;
     const Plan plan(blocks, shape, tile, sizeof(T));
     const I tokens = plan.tokens, dim = shape.dim, wide1 = plan.wide1, low1 = plan.low1, kept = plan.kept;
     T* before = (T*)memory;  // rows of [A|D]x of this block, and of the next
     T* after = before + tokens * kept;
     T* nothing = after + tokens * kept;
+    float* x = (float*)(memory + plan.stream);
     std::memset(nothing, 0, kept * sizeof(T));
     auto lead = [&](const Mu& mu, I t, I rows, T* normed, T* to) {
         normalise<F>(x + t * dim, dim, eps, norm, normed, rows);
@@ -265,25 +242,29 @@ void run(float* x, const Shape& shape, const std::vector<Block>& blocks, float e
         T* normed = p + plan.spare * plan.wide;
         T* lows = normed + plan.spare * dim;
         std::memset(f, 0, plan.each);  // rows to spare are computed and dropped: no slow numbers in them
-#pragma omp for schedule(dynamic)
-        for (I t = 0; t < tokens; t += tile) lead(blocks[0].mu[0], t, std::min(tile, tokens - t), normed, before);
+#pragma omp for schedule(static)
+        for (I t = 0; t < tokens; t += tile) {
+            const I rows = std::min(tile, tokens - t);
+            take<F>(in, t * dim, x + t * dim, rows * dim);
+            lead(blocks[0].mu[0], t, rows, normed, before);
+        }
         for (size_t b = 0; b < blocks.size(); b++) {
             const Mu &first = blocks[b].mu[0], &second = blocks[b].mu[1];
             const T* u = b % 2 ? after : before;
             T* next = b % 2 ? before : after;
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(static)
             for (I t = 0; t < tokens; t += tile) {
                 const I rows = std::min(tile, tokens - t);
-                for (I r = 0; r < rows; r++) {
+                Place at(shape, t);
+                for (I r = 0; r < rows; r++, at.next(shape)) {
                     const T *near[4], *own[4];
-                    neighbours(shape, t + r, border, u, kept, nothing, near);
                     std::fill_n(own, 4, u + (t + r) * kept);
-                    for (const Piece& piece : pieces_a)
-                        F::widen(f + r * wide1 + piece.channel, piece.mask,
-                                 (shift_a ? near : own)[piece.quarter] + piece.channel);
-                    for (const Piece& piece : pieces_d)
-                        F::move(lows + r * low1 + piece.channel, piece.mask,
-                                (shift_d ? near : own)[piece.quarter] + wide1 + piece.channel);
+                    neighbours(shape, at, border, own[0], kept, nothing, near);
+                    gather<F>(pieces_a, shift_a ? near : own,
+                              [&](I c, auto x) { store(f + r * wide1 + c, F::wide(x)); });
+                    for (auto& from : own) from += wide1;
+                    for (auto& from : near) from += wide1;
+                    gather<F>(pieces_d, shift_d ? near : own, [&](I c, auto x) { F::keep(lows + r * low1 + c, x); });
                 }
                 float* here = x + t * dim;
                 multiply<F>(lows, low1, first.B, SCRATCH, s, wide1, rows);
@@ -297,7 +278,10 @@ void run(float* x, const Shape& shape, const std::vector<Block>& blocks, float e
                 multiply<F>(narrow ? lows : normed, narrow ? low2 : dim, second.B, SCRATCH, s, wide2, rows);
                 product<F>(f, s, second, wide2, eps, norm, true, p, rows);
                 multiply<F>(p, wide2, second.C, STREAM, here, dim, rows);
-                if (b + 1 < blocks.size()) lead(blocks[b + 1].mu[0], t, rows, normed, next);
+                if (b + 1 < blocks.size())
+                    lead(blocks[b + 1].mu[0], t, rows, normed, next);
+                else
+                    give<F>(here, out, t * dim, rows * dim);
             }
         }
     }
@@ -305,17 +289,26 @@ void run(float* x, const Shape& shape, const std::vector<Block>& blocks, float e
 
 }  // namespace
 
-// Blocks in place on x (batch, height, width, dim). A shift is 0 for none, 1 for a border that keeps, 2 for zeros.
+// Blocks on x (batch, height, width, dim), `images` at a time; `half` says that they keep bfloat16 between matrices, and
+// `narrow` which of x (1) and out (2) are so too. A shift is 0 for none, 1 for a border that keeps, 2 for zeros.
 // Without `memory` this only says how many bytes of it are needed.
-extern "C" int64_t multilinear_blocks(float* x, const int64_t* sizes, const char* weights, const int64_t* table,
-                                      int64_t depth, float eps, int64_t norm, int64_t shift_a, int64_t shift_d,
-                                      int64_t half, char* memory, int64_t tile, int64_t threads) {
-    const Shape shape{sizes[0], sizes[1], sizes[2], sizes[3]};
+extern "C" int64_t multilinear_blocks(char* x, char* out, int64_t narrow, const int64_t* sizes, const char* weights,
+                                      const int64_t* table, int64_t depth, float eps, int64_t norm, int64_t shift_a,
+                                      int64_t shift_d, int64_t half, char* memory, int64_t images, int64_t tile,
+                                      int64_t threads) {
+    Shape shape{images, sizes[1], sizes[2], sizes[3]};
     std::vector<Block> blocks(depth);
     for (Block& block : blocks)
         for (Mu& mu : block.mu) mu = read_mu(weights, table);
-    const Plan plan(blocks, shape, tile, half ? sizeof(Half::T) : sizeof(Full::T));
-    if (memory)
-        (half ? run<Half> : run<Full>)(x, shape, blocks, eps, norm, shift_a, shift_d, memory, tile, threads);
+    const I size = half ? sizeof(Half::T) : sizeof(Full::T), image = shape.height * shape.width * shape.dim;
+    const Plan plan(blocks, shape, tile, size);
+    for (I start = 0; memory && start < sizes[0]; start += images) {
+        shape.batch = std::min(images, sizes[0] - start);
+        auto part = [&](char* all, bool wide) {
+            return Numbers{all + start * image * (wide ? (I)sizeof(float) : size), wide};
+        };
+        (half ? run<Half> : run<Full>)(part(x, !(narrow & 1)), part(out, !(narrow & 2)), shape, blocks, eps, norm,
+                                       shift_a, shift_d, memory, tile, threads);
+    }
     return plan.start + threads * plan.each;
 }

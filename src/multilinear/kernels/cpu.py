@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from multilinear.errors import MultilinearError
 
-SOURCE, HEADER = (Path(__file__).with_name(name) for name in ("blocks.cpp", "lanes.h"))
+SOURCE, *HEADERS = (Path(__file__).with_name(name) for name in ("blocks.cpp", "multiply.h", "lanes.h"))
 FLAGS = "-std=c++17", "-O3", "-fopenmp", "-fPIC", "-shared"
 
 
@@ -44,6 +44,7 @@ AVX512 = Vectors(
 AVX2 = Vectors(8, 2, frozenset({"avx2", "fma"}), ("-mavx2", "-mfma"))
 CHANNELS = 16  # of which blocks have a multiple, whatever the vectors
 TILE = 48  # tokens that go through a block together: what lies between its matrices then stays in the cache
+TOKENS = 2048  # a thread, in whole images, that go through all blocks together: what is kept between these stays cached
 ROWS = 12  # tokens are multiplied so many at a time, or by a divisor of it
 SHIFTS = {None: 0, "keep": 1, "zero": 2}
 Map = tuple[Tensor, Tensor]  # weight (out, in), bias (out)
@@ -72,6 +73,8 @@ class Blocks(nn.Module):
             (its outputs have mean zero whatever its input), and so is A where it is not shifted. None for no norms.
         shifts: borders of the shifts on both branches of the first Mu-Layers.
         dtype: of the weights and of what lies between matrices, bfloat16 or float32.
+
+    The output is float32, or in `out_dtype` if that is set to `dtype`.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class Blocks(nn.Module):
         vectors = _vectors()
         assert vectors is not None, "Blocks needs blocks_for(dtype)"
         self.depth, self.eps, self.dtype, self.vectors = len(blocks), eps, dtype, vectors
+        self.out_dtype = torch.float32
         self.dim = blocks[0][0].C[0].shape[0]
         self.shifts = [SHIFTS[shift] for shift in shifts]
         parts: list[Tensor] = []
@@ -121,21 +125,26 @@ class Blocks(nn.Module):
                 f"these blocks take (..., height, width, {self.dim}) on the CPU, where they were made; got "
                 f"{tuple(x.shape)} on {x.device}, weights on {self.packed.device}"
             )
-        out = torch.empty(x.shape, dtype=torch.float32).copy_(x)
-        tokens = out.numel() // self.dim
-        if tokens == 0:
+        x = (x if x.dtype == self.dtype else x.float()).contiguous()
+        out = torch.empty(x.shape, dtype=self.out_dtype)
+        if out.numel() == 0:
             return out
-        sizes = (ctypes.c_int64 * 4)(tokens // (x.shape[-3] * x.shape[-2]), *x.shape[-3:])
+        image = x.shape[-3] * x.shape[-2]
+        batch = out.numel() // (image * self.dim)
+        images = -(-batch // -(-batch * image // (TOKENS * torch.get_num_threads())))
+        tokens = images * image
+        narrow = (x.dtype == torch.bfloat16) + 2 * (out.dtype == torch.bfloat16)
+        sizes = (ctypes.c_int64 * 4)(batch, *x.shape[-3:])
         # less than a tile for each thread is not worth their waiting for each other
         threads = max(1, min(torch.get_num_threads(), tokens // TILE))
         rounds = -(-tokens // (threads * TILE))
         tile = -(-tokens // (threads * rounds * ROWS)) * ROWS
         arguments = (
-            out.data_ptr(), sizes, self.packed.data_ptr(), self.table.data_ptr(), self.depth,
+            x.data_ptr(), out.data_ptr(), narrow, sizes, self.packed.data_ptr(), self.table.data_ptr(), self.depth,
             self.eps or 0.0, self.eps is not None, *self.shifts, self.dtype == torch.bfloat16,
         )  # fmt: skip
-        memory = torch.empty(run(*arguments, None, tile, threads), dtype=torch.uint8)
-        run(*arguments, memory.data_ptr(), tile, threads)
+        memory = torch.empty(run(*arguments, None, images, tile, threads), dtype=torch.uint8)
+        run(*arguments, memory.data_ptr(), images, tile, threads)
         return out
 
 
@@ -202,7 +211,8 @@ def compiler() -> str | None:
 def _library(vectors: Vectors) -> Any | None:
     """The C++ function for these vectors, or None where it cannot be compiled or loaded."""
     flags = FLAGS + vectors.flags
-    key = hashlib.sha256(SOURCE.read_bytes() + HEADER.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
+    code = b"".join(part.read_bytes() for part in (SOURCE, *HEADERS))
+    key = hashlib.sha256(code + " ".join(flags).encode()).hexdigest()[:16]
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     kept = home / "multilinear" / f"blocks-{key}.so"
     try:
@@ -211,7 +221,9 @@ def _library(vectors: Vectors) -> Any | None:
         return None
     address, number = ctypes.c_void_p, ctypes.c_int64
     run.restype = number
-    run.argtypes = (*[address] * 4, number, ctypes.c_float, *[number] * 4, address, number, number)
+    run.argtypes = (
+        *[address] * 2, number, *[address] * 3, number, ctypes.c_float, *[number] * 4, address, *[number] * 3,
+    )  # fmt: skip
     return run
 
 
