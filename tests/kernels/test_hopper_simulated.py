@@ -2,6 +2,7 @@
 at every width that they take. What is beside them runs in Triton's interpreter, and so in processes of their own, as
 which this file is then run."""
 
+import copy
 from contextlib import contextmanager
 from functools import partial
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import triton
 from interpreted import main, run_interpreted
-from test_block import close_gradients, error, exact, perturbed, run
+from test_block import close_gradients, error, exact, perturbed, run, weights_of
 
 from multilinear.kernels import block_small, hopper, hopper_plans, launch_merged
 from multilinear.layers import PolyBlock
@@ -75,6 +76,29 @@ def interpret_256():
 
 def interpret_images():
     check(192, 4, (8, 8), 7, torch.float16, IMAGE, MERGED)
+
+
+def interpret_rows_far_from_zero():
+    """What `first_layer` makes of rows whose mean is many times their deviation: u, shifted, and the norm's numbers."""
+    from multilinear.kernels.block import poly_block_now, prepare_now
+
+    torch.manual_seed(0)
+    block = perturbed(PolyBlock(192, shrinkage=4))
+    for dtype, mean, deviation, most in ((torch.bfloat16, 30.0, 1.0, 6e-3), (torch.float16, 2e4, 300.0, 1.5e-3)):
+        block.to(dtype)
+        x = (deviation * torch.randn(3, 8, 8, 192) + mean * torch.tensor([1.0, -1.0, 1.0]).view(3, 1, 1, 1)).to(dtype)
+        with on_hopper(0) as launched, torch.no_grad():
+            ready = prepare_now(weights_of(block), dtype)
+            _, saved = poly_block_now(x, None, None, weights_of(block), ready, True, block.norm1.eps, save=True)
+        assert "first_layer" in launched
+        plain = copy.deepcopy(block).double()
+        with torch.no_grad():
+            n = plain.norm1(x.double())
+            u = torch.cat([plain.mu1.shift(plain.mu1.A(n)), plain.mu1.shift_second(plain.mu1.D(n))], -1).flatten(0, -2)
+        assert error(saved[0][:, : u.shape[1]], u) < most, (dtype, error(saved[0][:, : u.shape[1]], u))
+        rows = x.double().flatten(0, -2)
+        means, scales = saved[2].view(-1, len(rows))[:2].double()
+        assert error(means, rows.mean(1)) < 1e-4 and error(scales, 1 / rows.std(1, correction=0)) < 1e-2
 
 
 def interpret_merged():

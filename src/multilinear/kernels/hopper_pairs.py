@@ -108,7 +108,10 @@ def row_squares(x):
 
 @gluon.jit
 def four_parts(x, k: gl.constexpr):
-    return in_full(added(added(x[k], x[k + 1]), added(x[k + 2], x[k + 3])))
+    if x[k].dtype == gl.bfloat16:
+        return in_full(added(added(x[k], x[k + 1]), added(x[k + 2], x[k + 3])))
+    else:  # which four together might not fit
+        return in_full(x[k]) + in_full(x[k + 1]) + in_full(x[k + 2]) + in_full(x[k + 3])
 
 
 @gluon.jit
@@ -123,22 +126,26 @@ def row_sums(x):
 @gluon.jit
 def row_norm(tiles, place, eps, C: gl.constexpr, ROWS: gl.constexpr):
     """The mean of each row of a tile's pieces, and what makes its variance 1; the pieces less about that mean; and what
-    makes these normed, for `normed_pairs`."""
+    makes these normed, for `normed_pairs`. What is summed up in 16 bits of the pieces as they are only says what about
+    the mean is: it is off by so much of a row's size, not of its deviation."""
     kind: gl.constexpr = tiles.dtype
     xs = ()
     total = zeros(8, ROWS)
     for k in gl.static_range(C // 64):
         xs = xs + (tiles.index(place + k).load(accumulator(64, ROWS)),)
         total += row_sums(eights(xs[k]))
-    mean = sum_rows(total) / C
-    about = mean.to(kind)
+    about = (sum_rows(total) / C).to(kind)
     ds = ()
+    rests = zeros(8, ROWS)
     squares = zeros(8, ROWS)
     for k in gl.static_range(C // 64):
         ds = ds + (added(xs[k], along(-about, 64)),)
-        squares += row_squares(eights(ds[k]))
-    rest = mean - about.to(gl.float32)
+        parts = eights(ds[k])
+        rests += row_sums(parts)
+        squares += row_squares(parts)
+    rest = sum_rows(rests) / C
     scale = gl.rsqrt(gl.maximum(sum_rows(squares) / C - rest * rest, 0.0) + eps)
+    mean = about.to(gl.float32) + rest
     return mean, scale, ds, in_two(scale, kind) + (along((-rest * scale).to(kind), 64),)
 
 
