@@ -1,0 +1,115 @@
+"""The kernels compiled for a Hopper GPU that is not there: the compiler takes them, they fit into the memory of a
+processor, and what is on its way stays so. The interpreter and the simulation see nothing of that.
+
+Each size is compiled in a process of its own, as which this file is then run: Triton takes that GPU for real there.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from io import StringIO
+
+import pytest
+import torch
+
+SIZES = {  # channels, shrinkage, grid
+    "64": (64, 8, (28, 28)), "128": (128, 8, (14, 14)), "192": (192, 8, (14, 14)), "256": (256, 8, (14, 14)),
+    "192, a quarter": (192, 4, (14, 14)), "192, a quarter, images": (192, 4, (8, 8)),
+}  # fmt: skip
+SHARED = 227 * 1024  # bytes that a program may have
+# Warnings of the assembler that products run one by one; of one kernel it is known, and all else was slower.
+SERIALISED = re.compile(r"\(C75(?:10|11|12|13|14|15)\)")
+KNOWN = {("64", "mu2")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("size", SIZES)
+def test_kernels_fit_a_gpu_that_is_not_there(size, dtype, tmp_path):
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_DUMP_PTXAS_LOG": "1"}
+    command = [sys.executable, __file__, size, dtype]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert found.returncode == 0, found.stderr[-3000:]
+    kernels = json.loads(found.stdout)
+    names = {kernel["name"] for kernel in kernels}
+    assert {"pack", "partial_sums", "first_gradients"} < names and names & {"lift", "first_layer"}
+    for kernel in kernels:
+        assert kernel["assembled"] and kernel["shared"] <= SHARED, kernel
+        assert kernel["spilled"] < 1024, kernel  # bytes a thread
+        if kernel["gluon"] and (size, kernel["name"]) not in KNOWN:
+            assert not kernel["serialised"], kernel
+
+
+class Gpu:
+    """What Triton asks a driver for."""
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+def report(function, kernel, said):
+    """What is in a compiled kernel, and what the assembler said of it."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    return {
+        "name": function.fn.__name__,
+        "gluon": isinstance(function, GluonJITFunction),
+        "shared": kernel.metadata.shared,
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill stores", said))),
+        "serialised": bool(SERIALISED.search(said)),
+        "assembled": "spill stores" in said,
+    }
+
+
+def compile_all(channels, shrinkage, grid, dtype):
+    """Reports on all kernels of a block, in training with and without dropped paths, and in inference."""
+    from contextvars import copy_context
+    from unittest import mock
+
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from multilinear.kernels import block_small, hopper, hopper_plans, launch, launch_merged
+    from multilinear.layers import PolyBlock
+
+    reports = {}
+    warmup = JITFunction.warmup
+
+    def warmup_and_report(self, *given, **named):
+        with redirect_stdout(StringIO()) as said:
+            kernel = warmup(self, *given, **named)
+        if kernel.hash not in reports:
+            reports[kernel.hash] = report(self, kernel, said.getvalue())
+
+    driver.set_active(Gpu())
+    with (
+        mock.patch.object(JITFunction, "warmup", warmup_and_report),
+        mock.patch.object(launch, "_compiling", copy_context()),
+        mock.patch.object(hopper_plans, "on_gpu", return_value=True),
+        mock.patch.object(block_small, "plan_for", return_value=None),
+        mock.patch.object(hopper, "processors", return_value=132),
+        mock.patch.object(launch_merged, "processors", return_value=132),
+    ):
+        for rate in (0.2, None):
+            block = PolyBlock(channels, shrinkage=shrinkage, drop_path=rate).to(dtype)
+            x = torch.randn(4, *grid, channels, dtype=dtype, requires_grad=True)
+            block._fused(x, dtype).sum().backward()
+        with torch.no_grad():
+            block.eval()._fused(x, dtype)
+    return list(reports.values())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(compile_all(*SIZES[sys.argv[1]], getattr(torch, sys.argv[2]))))
