@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import multilinear
@@ -125,12 +127,21 @@ def test_any_number_of_threads_gives_the_same_numbers(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_images_at_a_time_give_the_same_numbers(dtype, monkeypatch):
-    fast, images = optimize(network(), dtype=dtype), torch.randn(5, 3, 24, 32)
+def test_images_alone_and_together_give_the_same_numbers(dtype, monkeypatch):
+    fast, images = optimize(network(), dtype=dtype), torch.randn(7, 3, 24, 32)
+    monkeypatch.setattr(cpu, "shared_out", lambda *sizes: (1, 1, 0))
     together = fast(images)
-    for tokens in (1, 30, 200):  # of each thread; the network has 192 of an image, and then 48
-        monkeypatch.setattr(cpu, "TOKENS", tokens)
+    for shares in ((2, 1, 7), (2, 1, 4), (2, 2, 4), (3, 2, 6), (3, 5, 5), (2, 1, 0)):
+        monkeypatch.setattr(cpu, "shared_out", lambda *sizes, shares=shares: shares)
         assert torch.equal(fast(images), together)
+
+
+@given(st.integers(1, 300), st.integers(1, 5000), st.integers(1, 70))
+def test_images_are_shared_out(batch, tokens, threads):
+    team, images, alone = cpu.shared_out(batch, tokens, threads)
+    assert 1 <= team <= threads and images >= 1 and 0 <= alone <= batch
+    assert alone % (images * team) == 0 and batch - alone < images * team
+    assert images == 1 or images * tokens <= cpu.TOKENS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

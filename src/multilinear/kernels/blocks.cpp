@@ -2,7 +2,8 @@
 //
 // The spatial shift is the only step in which tokens meet. So one pass over tiles of tokens does, for each tile: gather
 // the shifted [A|D]x of the first Mu-Layer, B, norms, product, C, the whole second Mu-Layer, and [A|D]x of the next
-// block, which is kept for the next pass. Few images at a time go through all blocks, so that this stays in a cache too.
+// block, which is kept for the next pass. Each thread takes few images at a time through all blocks, so that this stays in
+// its cache too, and no thread waits for another; all together take what is left, tile by tile.
 // Python has folded the affine maps of all norms and packed the weights.
 #include <omp.h>
 
@@ -242,7 +243,7 @@ void run(const Numbers& in, const Numbers& out, const Shape& shape, const std::v
         T* normed = p + plan.spare * plan.wide;
         T* lows = normed + plan.spare * dim;
         std::memset(f, 0, plan.each);  // rows to spare are computed and dropped: no slow numbers in them
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
         for (I t = 0; t < tokens; t += tile) {
             const I rows = std::min(tile, tokens - t);
             take<F>(in, t * dim, x + t * dim, rows * dim);
@@ -252,7 +253,7 @@ void run(const Numbers& in, const Numbers& out, const Shape& shape, const std::v
             const Mu &first = blocks[b].mu[0], &second = blocks[b].mu[1];
             const T* u = b % 2 ? after : before;
             T* next = b % 2 ? before : after;
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
             for (I t = 0; t < tokens; t += tile) {
                 const I rows = std::min(tile, tokens - t);
                 Place at(shape, t);
@@ -289,26 +290,36 @@ void run(const Numbers& in, const Numbers& out, const Shape& shape, const std::v
 
 }  // namespace
 
-// Blocks on x (batch, height, width, dim), `images` at a time; `half` says that they keep bfloat16 between matrices, and
-// `narrow` which of x (1) and out (2) are so too. A shift is 0 for none, 1 for a border that keeps, 2 for zeros.
-// Without `memory` this only says how many bytes of it are needed.
+// Blocks on x (batch, height, width, dim). Of the first `alone` images each thread takes `images` at a time by itself, and
+// all together take the others. `half` says that they keep bfloat16 between matrices, and `narrow` which of x (1) and out
+// (2) are so too. A shift is 0 for none, 1 for a border that keeps, 2 for zeros. Without `memory` this only says how many
+// bytes of it are needed.
 extern "C" int64_t multilinear_blocks(char* x, char* out, int64_t narrow, const int64_t* sizes, const char* weights,
                                       const int64_t* table, int64_t depth, float eps, int64_t norm, int64_t shift_a,
-                                      int64_t shift_d, int64_t half, char* memory, int64_t images, int64_t tile,
-                                      int64_t threads) {
-    Shape shape{images, sizes[1], sizes[2], sizes[3]};
+                                      int64_t shift_d, int64_t half, char* memory, int64_t alone, int64_t images,
+                                      int64_t tile, int64_t threads) {
     std::vector<Block> blocks(depth);
     for (Block& block : blocks)
         for (Mu& mu : block.mu) mu = read_mu(weights, table);
-    const I size = half ? sizeof(Half::T) : sizeof(Full::T), image = shape.height * shape.width * shape.dim;
-    const Plan plan(blocks, shape, tile, size);
-    for (I start = 0; memory && start < sizes[0]; start += images) {
-        shape.batch = std::min(images, sizes[0] - start);
-        auto part = [&](char* all, bool wide) {
-            return Numbers{all + start * image * (wide ? (I)sizeof(float) : size), wide};
-        };
-        (half ? run<Half> : run<Full>)(part(x, !(narrow & 1)), part(out, !(narrow & 2)), shape, blocks, eps, norm,
-                                       shift_a, shift_d, memory, tile, threads);
+    const I size = half ? sizeof(Half::T) : sizeof(Full::T), image = sizes[1] * sizes[2] * sizes[3];
+    auto needs = [&](I batch, I team) {
+        const Plan plan(blocks, {batch, sizes[1], sizes[2], sizes[3]}, tile, size);
+        return plan.start + team * plan.each;
+    };
+    auto part = [&](char* all, bool wide, I start) {
+        return Numbers{all + start * image * (wide ? (I)sizeof(float) : size), wide};
+    };
+    auto pass = [&](I start, I batch, char* memory, I team) {
+        (half ? run<Half> : run<Full>)(part(x, !(narrow & 1), start), part(out, !(narrow & 2), start),
+                                       {batch, sizes[1], sizes[2], sizes[3]}, blocks, eps, norm, shift_a, shift_d,
+                                       memory, tile, team);
+    };
+    const I each = needs(images, 1), rest = sizes[0] - alone;
+    if (memory) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+        for (I start = 0; start < alone; start += images)
+            pass(start, std::min(images, alone - start), memory + omp_get_thread_num() * each, 1);
+        if (rest > 0) pass(alone, rest, memory, threads);
     }
-    return plan.start + threads * plan.each;
+    return std::max(threads * each, rest > 0 ? needs(rest, threads) : 0);
 }

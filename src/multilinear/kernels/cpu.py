@@ -44,7 +44,7 @@ AVX512 = Vectors(
 AVX2 = Vectors(8, 2, frozenset({"avx2", "fma"}), ("-mavx2", "-mfma"))
 CHANNELS = 16  # of which blocks have a multiple, whatever the vectors
 TILE = 48  # tokens that go through a block together: what lies between its matrices then stays in the cache
-TOKENS = 2048  # a thread, in whole images, that go through all blocks together: what is kept between these stays cached
+TOKENS = 2048  # about as many go through all blocks together, whole images: what lies between these stays cached too
 ROWS = 12  # tokens are multiplied so many at a time, or by a divisor of it
 SHIFTS = {None: 0, "keep": 1, "zero": 2}
 Map = tuple[Tensor, Tensor]  # weight (out, in), bias (out)
@@ -129,23 +129,32 @@ class Blocks(nn.Module):
         out = torch.empty(x.shape, dtype=self.out_dtype)
         if out.numel() == 0:
             return out
-        image = x.shape[-3] * x.shape[-2]
-        batch = out.numel() // (image * self.dim)
-        images = -(-batch // -(-batch * image // (TOKENS * torch.get_num_threads())))
-        tokens = images * image
+        tokens = x.shape[-3] * x.shape[-2]
+        batch = out.numel() // (tokens * self.dim)
         narrow = (x.dtype == torch.bfloat16) + 2 * (out.dtype == torch.bfloat16)
         sizes = (ctypes.c_int64 * 4)(batch, *x.shape[-3:])
-        # less than a tile for each thread is not worth their waiting for each other
-        threads = max(1, min(torch.get_num_threads(), tokens // TILE))
-        rounds = -(-tokens // (threads * TILE))
-        tile = -(-tokens // (threads * rounds * ROWS)) * ROWS
+        threads, images, alone = shared_out(batch, tokens, torch.get_num_threads())
         arguments = (
             x.data_ptr(), out.data_ptr(), narrow, sizes, self.packed.data_ptr(), self.table.data_ptr(), self.depth,
             self.eps or 0.0, self.eps is not None, *self.shifts, self.dtype == torch.bfloat16,
         )  # fmt: skip
-        memory = torch.empty(run(*arguments, None, images, tile, threads), dtype=torch.uint8)
-        run(*arguments, memory.data_ptr(), images, tile, threads)
+        shares = alone, images, TILE, threads
+        memory = torch.empty(run(*arguments, None, *shares), dtype=torch.uint8)
+        run(*arguments, memory.data_ptr(), *shares)
         return out
+
+
+def shared_out(batch: int, tokens: int, threads: int) -> tuple[int, int, int]:
+    """How many threads take a batch of images with so many tokens each; how many images each of them takes at a time by
+    itself, and how many of all are taken so. Threads that are together wait for each other after each block.
+
+    >>> shared_out(17, 3136, 2), shared_out(3, 49, 2), shared_out(1, 49, 64)
+    ((2, 1, 16), (2, 1, 2), (1, 1, 1))
+    """
+    # less than a tile for each thread is not worth their waiting for each other
+    threads = max(1, min(threads, batch * tokens // TILE))
+    images = max(1, min(TOKENS // tokens, batch // threads))
+    return threads, images, batch // (images * threads) * (images * threads)
 
 
 def pack(matrix: Map, dtype: torch.dtype, vectors: Vectors) -> Map:
@@ -222,7 +231,7 @@ def _library(vectors: Vectors) -> Any | None:
     address, number = ctypes.c_void_p, ctypes.c_int64
     run.restype = number
     run.argtypes = (
-        *[address] * 2, number, *[address] * 3, number, ctypes.c_float, *[number] * 4, address, *[number] * 3,
+        *[address] * 2, number, *[address] * 3, number, ctypes.c_float, *[number] * 4, address, *[number] * 4,
     )  # fmt: skip
     return run
 
