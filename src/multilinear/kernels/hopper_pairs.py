@@ -7,21 +7,22 @@ from triton.experimental.gluon import language as gl
 from multilinear.kernels.hopper_parts import accumulator, along, halves, in_full, sum_rows, zeros
 
 
+@gluon.constexpr_function
+def instruction(name, kind, inputs):
+    """For a pair of such numbers."""
+    operands = ", ".join(f"${i}" for i in range(inputs + 1))
+    return f"{name}.rn.{'bf16x2' if kind == gl.bfloat16 else 'f16x2'} {operands};"
+
+
 @gluon.jit
 def multiplied(x, y):
-    if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], x.dtype, True, 2)
-    else:
-        return gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], x.dtype, True, 2)
+    return gl.inline_asm_elementwise(instruction("mul", x.dtype, 2), "=r,r,r", [x, y], x.dtype, True, 2)
 
 
 @gluon.jit
 def multiplied_onto(x, y, z):
     """Products, and something more."""
-    if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], x.dtype, True, 2)
-    else:
-        return gl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [x, y, z], x.dtype, True, 2)
+    return gl.inline_asm_elementwise(instruction("fma", x.dtype, 3), "=r,r,r,r", [x, y, z], x.dtype, True, 2)
 
 
 @gluon.jit
@@ -39,19 +40,13 @@ def rows_multiplied(x, parts):
 
 @gluon.jit
 def added(x, y):
-    if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], x.dtype, True, 2)
-    else:
-        return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], x.dtype, True, 2)
+    return gl.inline_asm_elementwise(instruction("add", x.dtype, 2), "=r,r,r", [x, y], x.dtype, True, 2)
 
 
 @gluon.jit
 def pairs_added(x, y, kind: gl.constexpr):
     """The same where pairs are held as numbers of 32 bits."""
-    if kind == gl.bfloat16:
-        return gl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
-    else:
-        return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
+    return gl.inline_asm_elementwise(instruction("add", kind, 2), "=r,r,r", [x, y], gl.int32, True, 1)
 
 
 @gluon.jit
