@@ -33,7 +33,7 @@ def of_tokens(keep, rows):
     return torch.ones(rows) if keep is None else keep.repeat_interleave(rows // len(keep))
 
 
-def forward_in_plain_code(x, out, keep, n, branches, stats, ready, roots, s, forms, eps, save, undo):
+def forward_in_plain_code(x, out, keep, n, branches, stats, ready, roots, s, forms, eps, save):
     """What `launch_merged.mu2_merged` does."""
     rows, vectors = x.view(-1, s.channels), ready.vectors
     normed = F.layer_norm(rows, (s.channels,), eps=eps)  # the weights have taken up its scale and shift

@@ -6,7 +6,6 @@ from torch.nn import functional as F
 
 from multilinear.errors import MultilinearError
 from multilinear.layers import PatchEmbed, PyramidPatchEmbed
-from multilinear.layers.embed import embed_patches
 
 
 def test_two_levels_add_a_coarse_embedding_to_the_reduced_fine_one():
@@ -28,22 +27,6 @@ def test_any_list_of_levels(levels, fuse, channels):
     side = embed.stride
     assert side == max(max(levels), 2 * min(levels))
     assert embed(torch.randn(1, channels, 2 * side, 3 * side)).shape == (1, 2, 3, 4)
-
-
-@given(
-    st.sampled_from([(1, 2), (3, 4), (2, 2), (3, 1)]), st.sampled_from([torch.contiguous_format, torch.channels_last])
-)
-def test_patches_as_one_product_have_the_gradients_of_a_convolution(sizes, layout):
-    channels, patch = sizes
-    image = torch.randn(2, channels, 2 * patch, 3 * patch, dtype=torch.float64).contiguous(memory_format=layout)
-    grad = torch.randn(2, 2, 3, 5, dtype=torch.float64)
-    parts = [image, torch.randn(5, channels, patch, patch, dtype=torch.float64), torch.randn(5, dtype=torch.float64)]
-    parts = [part.requires_grad_() for part in parts]
-    expected = F.conv2d(*parts, stride=patch).permute(0, 2, 3, 1)
-    found = embed_patches(*parts)
-    torch.testing.assert_close(found, expected)
-    for a, b in zip(*(torch.autograd.grad(out, parts, grad) for out in (found, expected)), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_a_size_that_does_not_fit_names_the_nearest():

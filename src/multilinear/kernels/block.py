@@ -157,23 +157,17 @@ def _few_tokens(
 
 
 def _first_layer(
-    x: Tensor, u: Tensor, n: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
+    x: Tensor, u: Tensor, mid: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
     keep_border: bool, eps: float, save: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Takes x to u and to the value between the Mu-Layers, which is returned. If images are single tiles, u is left
-    shifted, without `save` not at all. With it, and if the second Mu-Layer has merged branches, that value is left
-    normed, in n, and its mean and deviation in each row are returned too: they undo the norm."""
+) -> None:  # fmt: skip
+    """u, and the value between the Mu-Layers from it. If images are single tiles, u is left shifted, without `save` not
+    at all."""
     height, width = x.shape[-3:-1]
     rows = x.numel() // s.channels
     slots = hopper_plans.plan_image(s, rows, height, width, keep_border) if hopper_plans.on_gpu(x) else None
-    if slots is not None and save and ready.merged:
-        undo = x.new_empty((2, rows), dtype=torch.float32)
-        hopper.first_layer(x, u, n, norms, stats, keep, ready, s, slots, offsets(s), eps, save, undo)
-        return x.new_empty(0), undo
-    mid = torch.empty_like(x)
     if slots is not None:
-        hopper.first_layer(x, u, mid, norms, stats, keep, ready, s, slots, offsets(s), eps, save, None)
-        return mid, None
+        hopper.first_layer(x, u, mid, norms, stats, keep, ready, s, slots, offsets(s), eps, save)
+        return
     ahead = hopper_plans.plan_lift(s) if hopper_plans.on_gpu(x) else None
     if ahead is not None:
         hopper.lift(x, u, norms, ready, s, ahead, offsets(s).bias, eps, save)
@@ -197,7 +191,6 @@ def _first_layer(
             **constants(s, kernel.arg_names), KEEP=keep_border, TRAIN=save, DROP=keep is not None,
             T=tile.tokens, J=chunk(s.rank1, tile.chunk), STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
-    return mid, None
 
 
 def _new_norms(x: Tensor, s: Sizes) -> Tensor:
@@ -233,15 +226,15 @@ def poly_block_now(
     if few is not None:
         return _few_tokens(x, ready, s, few, keep_border, eps), []
     u = x.new_empty(rows, align(s.rank1 + s.low1))
-    out = torch.empty_like(x)
+    out, mid = torch.empty_like(x), torch.empty_like(x)
     stats1, stats2 = (x.new_empty((rows, 3 + more) if save else 0, dtype=torch.float32) for more in (0, ready.merged))
     norms = _new_norms(x, s) if save else x.new_empty(0)
+    _first_layer(x, u, mid, norms, stats1, keep1, ready, s, keep_border, eps, save)
     n, d = (x.new_empty((rows, width) if save else 0) for width in _second_widths(s, ready.merged))
-    mid, undo = _first_layer(x, u, n, norms, stats1, keep1, ready, s, keep_border, eps, save)
     plan = hopper_plans.plan_for(s, save) if hopper_plans.on_gpu(x) else None
     if ready.merged:
         roots = Roots(*prepared[fields:]) if prepared[fields:] else None
-        launch_merged.mu2_merged(mid, out, keep2, n, d, stats2, ready, roots, s, offsets(s).forms, eps, save, undo)
+        launch_merged.mu2_merged(mid, out, keep2, n, d, stats2, ready, roots, s, offsets(s).forms, eps, save)
     elif plan is not None:
         hopper.mu2(mid, out, keep2, n, d, stats2, ready, s, plan, offsets(s).forms, eps, save)
     else:
@@ -254,7 +247,7 @@ def poly_block_now(
             TRAIN=save, T=tile.tokens, J=chunk(s.rank2, tile.chunk), JC=chunk(s.channels), STAGES=tile.stages,
             num_warps=tile.warps,
         )  # fmt: skip
-    return out, [u, x.new_empty(0) if ready.merged else mid, norms, stats1, n, d, stats2] if save else []
+    return out, [u, mid.new_empty(0) if ready.merged else mid, norms, stats1, n, d, stats2] if save else []
 
 
 # An operator that compilers see whole. It costs half a millisecond a call, which code that runs at once does without.

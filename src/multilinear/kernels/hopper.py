@@ -89,10 +89,9 @@ def mu1(
 
 def first_layer(
     x: Tensor, u: Tensor, out: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, ready: Prepared, s: Sizes,
-    slots: int, place: Offsets, eps: float, save: bool, undo: Tensor | None,
+    slots: int, place: Offsets, eps: float, save: bool,
 ) -> None:  # fmt: skip
-    """What `lift` and `mu1` do, for images that are one tile; with `save` u is left shifted. If there is memory to
-    `undo` its norm the output is normed, and its mean and deviation in each row go there."""
+    """What `lift` and `mu1` do, for images that are one tile; with `save` u is left shifted."""
     from multilinear.kernels import hopper_image
 
     rows = x.numel() // s.channels
@@ -101,9 +100,9 @@ def first_layer(
     launch(
         hopper_image.first_layer, min(groups, processors(x.device)),
         *(tiled(part.view(rows, -1), 128, 64) for part in (x, out, u if save else x)), tiled(ready.lifting, 64, 64),
-        tiled(ready.C1, 64, 64), tiled(ready.B1, 64, 16), norms, stats, keep, undo, ready.vectors, groups, rows, eps,
+        tiled(ready.C1, 64, 64), tiled(ready.B1, 64, 16), norms, stats, keep, ready.vectors, groups, rows, eps,
         C=s.channels, L1=s.low1, BIAS=place.bias, MU1=place.mu1, SLOTS=slots, TRAIN=save, DROP=keep is not None,
-        NORMED=undo is not None, num_warps=8, maxnreg=limit,
+        num_warps=8, maxnreg=limit,
     )  # fmt: skip
 
 
@@ -111,9 +110,8 @@ def mu1_back(
     grad: Tensor, u: Tensor, norms: Tensor, stats: Tensor, keep: Tensor | None, E: Tensor, h: Tensor, db: Tensor,
     d: Tensor, ready: Prepared, s: Sizes, plan: First, start: int, image: bool,
 ) -> Tensor:  # fmt: skip
-    """What `block_backward.mu1_back` does: parts of the sums for the gradients of the norms' parameters. Columns of h
-    and db are in the order of `own_columns`. For an `image` that is a tile u is as `first_layer` leaves it, and E what
-    `lift_back` would make of it."""
+    """What `block_backward.mu1_back` does: parts of the sums for the gradients of the norms' parameters. For an `image`
+    that is a tile u is as `first_layer` leaves it, and E what `lift_back` would make of it."""
     from multilinear.kernels import hopper_mu1_back
 
     height, width = grad.shape[-3:-1]
@@ -123,9 +121,9 @@ def mu1_back(
     sums = stats.new_empty(programs * plan.groups, 4, s.channels)
     launch(
         hopper_mu1_back.mu1_back, programs,
-        tiled(grad.view(rows, -1), 64, 64), tiled(E, 64, j), tiled(E, 64, 16), tiled(d, 64, 16),
-        tiled(ready.B1, j, 16), tiled(ready.C1, 64, j), tiled(u, 64, j), tiled(u, 64, 16), h, db, u, norms, stats, keep,
-        ready.vectors, sums, groups, rows, height * width, height, width, reciprocal(height),
+        tiled(grad.view(rows, -1), 64, 64), tiled(h, 64, j), tiled(E, 64, j), tiled(db, 64, j), tiled(E, 64, 16),
+        tiled(d, 64, 16), tiled(ready.B1, j, 16), tiled(ready.C1, 64, j), tiled(u, 64, j), tiled(u, 64, 16), u,
+        norms, stats, keep, ready.vectors, sums, groups, rows, height * width, height, width, reciprocal(height),
         reciprocal(width), C=s.channels, L1=s.low1, LOWS=triton.cdiv(s.low1, 16), STRIDE=u.stride(0), MU1=start, J=j,
         GROUPS=plan.groups, TILES=plan.tiles, DROP=keep is not None, IMAGE=image, REGISTERS=plan.registers,
         num_warps=4, maxnreg=plan.registers,
@@ -267,8 +265,7 @@ def _share(blocks: int, programs: int, first: int, rest: int) -> int:
 def first_products(
     du: Tensor, x: Tensor, grad: Tensor, h: Tensor, db: Tensor, d: Tensor, s: Sizes
 ) -> tuple[Tensor, Tensor]:
-    """Lines that add up to `du' x`, and such that add up to `grad' h` and behind it `db' d`, for h and db as `mu1_back`
-    leaves them."""
+    """Lines that add up to `du' x`, and such that add up to `grad' h` and behind it `db' d`."""
     from multilinear.kernels import hopper_products
 
     rows, channels, lifted, low = len(du), s.channels, du.shape[1], d.shape[1]

@@ -21,7 +21,6 @@ from multilinear.kernels.hopper_names import load_tile, meet, store_tile
 from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
-    in_full,
     nothing,
     piece_width,
     release,
@@ -153,10 +152,10 @@ def consume(
         k_b = k_b * scale_b / R2
         for k in gl.static_range(P):
             tile = tiles_n.index(which * P + k)
-            tile.store((in_full(tile.load(accumulator(64))) * k_a[:, None]).to(kind))
+            tile.store((tile.load(accumulator(64)).to(gl.float32) * k_a[:, None]).to(kind))
         for q in gl.static_range(PIECES):
             tile = piece(tiles_d, tiles_t, which, q, P2)
-            d = in_full(tile.load(accumulator(piece_width(q, P2, J, TAIL))))
+            d = tile.load(accumulator(piece_width(q, P2, J, TAIL))).to(gl.float32)
             d = (d * along(k_b, piece_width(q, P2, J, TAIL))).to(kind)
             tile.store(d)
             store_columns(Q_ptr, row, rows, R2 + J * q, d, piece_width(q, P2, J, TAIL), SQ, R2 + L2)

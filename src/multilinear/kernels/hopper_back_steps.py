@@ -9,7 +9,6 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     across,
     along,
-    in_full,
     piece_width,
     release,
     row_norm,
@@ -153,19 +152,19 @@ def norm_back(
     level = row_zeros()
     follow = row_zeros()
     for k in gl.static_range(P):
-        x = (in_full(tiles_x.index(which * P + k).load(accumulator(64))) - mean[:, None]) * scale[:, None]
+        x = (tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32) - mean[:, None]) * scale[:, None]
         dn = dns[k] * across(vectors_ptr, 64 * k, 64, C)
         level += gl.sum(dn, 1)
         follow += gl.sum(dn * x, 1)
         place = which * 3 * P + k
         sums.index(place).store(sums.index(place).load(columns) + gl.sum(dns[k] * x, 0))
         sums.index(place + P).store(sums.index(place + P).load(columns) + gl.sum(dns[k], 0))
-        grad = in_full(tiles_g.index(which * P + k).load(accumulator(64))) * keep[:, None]
+        grad = tiles_g.index(which * P + k).load(accumulator(64)).to(gl.float32) * keep[:, None]
         sums.index(place + 2 * P).store(sums.index(place + 2 * P).load(columns) + gl.sum(grad, 0))
     level = (level / C)[:, None]
     follow = (follow / C)[:, None]
     for k in gl.static_range(P):
-        x = (in_full(tiles_x.index(which * P + k).load(accumulator(64))) - mean[:, None]) * scale[:, None]
+        x = (tiles_x.index(which * P + k).load(accumulator(64)).to(gl.float32) - mean[:, None]) * scale[:, None]
         dn = dns[k] * across(vectors_ptr, 64 * k, 64, C) - level - x * follow
-        grad = in_full(tiles_g.index(which * P + k).load(accumulator(64)))
+        grad = tiles_g.index(which * P + k).load(accumulator(64)).to(gl.float32)
         tiles_x.index(which * P + k).store((grad + dn * scale[:, None]).to(kind))

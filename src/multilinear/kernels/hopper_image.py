@@ -12,14 +12,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from multilinear.kernels.hopper_mu1 import hidden, put_output, store_stats
 from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
-from multilinear.kernels.hopper_pairs import multiplied_onto, normed_pairs, row_norm
 from multilinear.kernels.hopper_parts import (
-    accumulator,
     fetch,
-    in_each_row,
-    in_full,
     keep_vectors,
     kept,
+    load_rows,
     operand,
     release,
     row_zeros,
@@ -123,13 +120,13 @@ def lift_tile(ns, ring, bars, item, lifted, tiles, place, low, P: gl.constexpr, 
 
 
 @gluon.jit
-def second_branch(ds, weights_b, vectors, P: gl.constexpr, LOWS: gl.constexpr):
-    """The second branch ahead of its norm, on its way."""
+def second_branch(ds, weights_b, P: gl.constexpr, LOWS: gl.constexpr):
+    """The second branch ahead of its bias, on its way."""
     qs = ()
     for k in gl.static_range(P):
-        q = in_each_row(vectors, k, 64, 128)
+        q = zeros(64, 128)
         for j in gl.static_range(LOWS):
-            q = times(ds[j], weights_b.index(k * LOWS + j), q, False)
+            q = times(ds[j], weights_b.index(k * LOWS + j), q, j == 0)
         qs = qs + (q,)
     return qs
 
@@ -146,37 +143,14 @@ def add_hidden(ys, h, ring, bars, item, P: gl.constexpr, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def put_normed(out_desc, tiles, place, row, ys, keep, eps, C: gl.constexpr):
-    """What `put_output` does, but with mean 0 and variance 1; the mean that was there, and the deviation."""
-    sums = ()
-    total = row_zeros(128)
-    squares = row_zeros(128)
-    for k in gl.static_range(C // 64):
-        y = in_full(tiles.index(place + k).load(accumulator(64, 128))) + ys[k] * keep[:, None]
-        total += gl.sum(y, 1)
-        squares += gl.sum(y * y, 1)
-        sums = sums + (y,)
-    mean = total / C
-    variance = gl.maximum(squares / C - mean * mean, 0.0) + eps
-    scale = gl.rsqrt(variance)
-    level = -mean * scale
-    for k in gl.static_range(C // 64):
-        tiles.index(place + k).store((sums[k] * scale[:, None] + level[:, None]).to(out_desc.dtype))
-    fence_async_shared()
-    for k in gl.static_range(C // 64):
-        store_tile(out_desc, [row, 64 * k], tiles.index(place + k))
-    return mean, gl.sqrt(variance)
-
-
-@gluon.jit
 def consume(
-    descs, buffers, bars, pointers, groups, rows, eps, C: gl.constexpr, L1: gl.constexpr, SLOTS: gl.constexpr,
-    TRAIN: gl.constexpr, DROP: gl.constexpr, NORMED: gl.constexpr,
+    descs, buffers, bars, pointers, groups, rows, eps,
+    C: gl.constexpr, L1: gl.constexpr, SLOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     x_desc, out_desc, u_desc = descs[0], descs[1], descs[2]
-    lines, tiles, ring, weights_b, norm, bias, lifted, vectors = buffers
+    lines, tiles, ring, weights_b, norm, lifted, vectors = buffers
     full_x, full_w = bars[2], bars[3]
-    norms_ptr, stats_ptr, keep_ptr, undo_ptr = pointers
+    norms_ptr, stats_ptr, keep_ptr = pointers
     P: gl.constexpr = C // 64
     LOWS: gl.constexpr = (L1 + 15) // 16
     LOW: gl.constexpr = 2 * P
@@ -193,11 +167,12 @@ def consume(
         index = row + gl.arange(0, 128, layout=rows_layout(128))
         live = index < rows
         mbarrier.wait(full_x.index(mine), (turn // 2) & 1)
-        mean, scale, xs, parts = row_norm(tiles, mine * P, eps, C, 128)
+        xs, mean, scale = load_rows(tiles, mine * P, eps, C, 128)
         ns = ()
         for k in gl.static_range(P):
-            n = multiplied_onto(normed_pairs(xs[k], parts), kept(norm, k, 64, 128), kept(norm, P + k, 64, 128))
-            ns = ns + (gl.convert_layout(n, operand(128)),)
+            n = (xs[k].to(gl.float32) - mean[:, None]) * scale[:, None]
+            n = n * kept(norm, k, 64, 128) + kept(norm, P + k, 64, 128)
+            ns = ns + (gl.convert_layout(n.to(kind), operand(128)),)
         tma.store_wait(0)
         meet()  # what was written from the other place has left
         item = lift_tile(ns, ring, bars, item, lifted, tiles, other * P, LOW, P, SLOTS)
@@ -205,7 +180,7 @@ def consume(
         ds = ()
         for j in gl.static_range(LOWS):
             ds = ds + (tiles.index(LOW).slice(16 * j, 16, 1).load(operand(128)),)
-        qs = second_branch(ds, weights_b, vectors, P, LOWS)
+        qs = second_branch(ds, weights_b, P, LOWS)
         if TRAIN:
             for k in gl.static_range(P):
                 store_tile(u_desc, [row, 64 * k], tiles.index(other * P + k))
@@ -215,20 +190,21 @@ def consume(
         keep = row_zeros(128) + 1.0
         if DROP:
             keep = gl.load(keep_ptr + index // 64, mask=live, other=0.0)
-        mean, scale_a, _, _ = row_norm(tiles, other * P, eps, C, 128)
+        _, mean, scale_a = load_rows(tiles, other * P, eps, C, 128)
         done = warpgroup_mma_wait(0, deps=qs + ds)
         qs = ()
         total = row_zeros(128)
         for k in gl.static_range(P):
-            qs = qs + (done[k],)
-            total += gl.sum(qs[k] * qs[k], 1)
+            q = done[k] + kept(vectors, k, 64, 128)
+            total += gl.sum(q * q, 1)
+            qs = qs + (q,)
         scale_b = gl.rsqrt(total / C + eps)  # the mean is zero
         if TRAIN:
             store_stats(stats_ptr, index, live, (mean, scale_a, scale_b))
         meet()  # or tiles would stay in registers from here on
         ys = ()
         for k in gl.static_range(P):
-            ys = ys + (in_each_row(bias, k, 64, 128),)
+            ys = ys + (zeros(64, 128),)
         h = hidden(tiles, other * P, qs[0], vectors, mean, scale_a, scale_b, 0, C, kind, 128)
         for i in gl.static_range(P):
             ys = add_hidden(ys, h, ring, bars, item, P, SLOTS)
@@ -244,12 +220,7 @@ def consume(
         fence_async_shared()
         meet()  # nothing reads u any more
         fetch(x_desc, row + gl.num_programs(0) * 128, full_x.index(other), tiles, other * P, C, 128)
-        if NORMED:
-            mean, deviation = put_normed(out_desc, tiles, mine * P, row, ys, keep, eps, C)
-            gl.store(undo_ptr + index, mean, mask=live)
-            gl.store(undo_ptr + rows + index, deviation, mask=live)
-        else:
-            put_output(out_desc, tiles, mine * P, row, ys, keep, C, 128)
+        put_output(out_desc, tiles, mine * P, row, ys, norm, 2 * P, keep, C, 128)
         turn += 1
         group += gl.num_programs(0)
     mbarrier.wait(full_x.index(turn % 2), (turn // 2) & 1)
@@ -258,12 +229,11 @@ def consume(
 
 @gluon.jit
 def first_layer(
-    x_desc, out_desc, u_desc, w_desc, c_desc, b_desc, norms_ptr, stats_ptr, keep_ptr, undo_ptr, vectors_ptr, groups,
-    rows, eps, C: gl.constexpr, L1: gl.constexpr, BIAS: gl.constexpr, MU1: gl.constexpr,
-    SLOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, NORMED: gl.constexpr,
+    x_desc, out_desc, u_desc, w_desc, c_desc, b_desc, norms_ptr, stats_ptr, keep_ptr, vectors_ptr, groups, rows, eps,
+    C: gl.constexpr, L1: gl.constexpr, BIAS: gl.constexpr, MU1: gl.constexpr,
+    SLOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    """x plus the first Mu-Layer; in training also u, shifted, and five numbers a row. If the second Mu-Layer takes it
-    normed it is, and two more numbers a row undo that."""
+    """x plus the first Mu-Layer; in training also u, shifted, and five numbers a row."""
     P: gl.constexpr = C // 64
     LOWS: gl.constexpr = (L1 + 15) // 16
     TILES: gl.constexpr = 2 * P + 1
@@ -287,16 +257,15 @@ def first_layer(
     for i in gl.static_range(P):
         for j in gl.static_range(LOWS):
             load_tile(b_desc, [64 * i, 16 * j], full_w, weights_b.index(i * LOWS + j))
-    norm = keep_vectors(vectors_ptr, 2 * C, 64, 2 * P, kind)
-    bias = keep_vectors(vectors_ptr + 2 * C, C, 64, P)
+    norm = keep_vectors(vectors_ptr, 3 * C, 64, 3 * P)  # and the bias at the end
     lifted = keep_vectors(vectors_ptr + BIAS, C + L1, 64, P + 1)
     vectors = keep_vectors(vectors_ptr + MU1, 5 * C, 64, 5 * P)
     meet()
     descs = (x_desc, out_desc, u_desc, w_desc, c_desc)
-    buffers = (lines, tiles, ring, weights_b, norm, bias, lifted, vectors)
+    buffers = (lines, tiles, ring, weights_b, norm, lifted, vectors)
     bars = (full, empty, full_x, full_w)
-    pointers = (norms_ptr, stats_ptr, keep_ptr, undo_ptr)
+    pointers = (norms_ptr, stats_ptr, keep_ptr)
     gl.warp_specialize([
-        (consume, (descs, buffers, bars, pointers, groups, rows, eps, C, L1, SLOTS, TRAIN, DROP, NORMED)),
+        (consume, (descs, buffers, bars, pointers, groups, rows, eps, C, L1, SLOTS, TRAIN, DROP)),
         (produce, (descs, buffers, bars, groups, C, SLOTS)),
     ], [1], [24])  # fmt: skip

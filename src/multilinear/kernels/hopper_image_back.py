@@ -94,7 +94,7 @@ def consume(
         mbarrier.wait(full_x, phase)
         level, follow = to_norm(tiles_x, place, dns, mean, scale, vectors, C)
         mbarrier.wait(full_g, phase)
-        new = to_input(tiles_x, tiles_g, place, select, dns, sums, level, follow, vectors, C, kind)
+        new = to_input(tiles_x, tiles_g, place, select, dns, sums, mean, level, follow, vectors, C, kind)
         sums = new + (sums[P],)
         fetch_pieces(du_desc, ahead, full_rest, tiles_x, place, 2, P + 1)
         for k in gl.static_range(P):

@@ -18,7 +18,6 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
     fetch,
-    in_full,
     keep_vectors,
     kept,
     nothing,
@@ -87,32 +86,32 @@ def give(
 
 @gluon.jit
 def load_floats(tile):
-    return in_full(tile.load(accumulator(64)))
+    return tile.load(accumulator(64)).to(gl.float32)
 
 
 @gluon.jit
 def to_norm(tiles_x, place, dns, mean, scale, vectors, C: gl.constexpr):
-    """What of each row the norm takes off: a level, and so much of x."""
+    """What of each row the norm takes off: a level, and so much of x without its mean."""
     level = row_zeros()
     follow = row_zeros()
     for k in gl.static_range(C // 64):
+        x = load_floats(tiles_x.index(place + k)) - mean[:, None]
         weighted = dns[k] * kept(vectors, k, 64)
         level += gl.sum(weighted, 1)
-        follow += gl.sum(weighted * load_floats(tiles_x.index(place + k)), 1)
-    follow = (follow - mean * level) * scale * scale / C
-    return level / C - mean * follow, follow
+        follow += gl.sum(weighted * x, 1)
+    return level / C, follow * scale * scale / C
 
 
 @gluon.jit
 def to_input(
-    tiles_x, tiles_g, place, select, dns, sums, level, follow, vectors, C: gl.constexpr, kind: gl.constexpr
+    tiles_x, tiles_g, place, select, dns, sums, mean, level, follow, vectors, C: gl.constexpr, kind: gl.constexpr
 ):  # fmt: skip
     """Put the gradient of x where that of the output was, whose sums are taken first."""
     done = ()
     for k in gl.static_range(C // 64):
         pending = add_up(tiles_g.index(place + k), select, sums[k])
         grad = load_floats(tiles_g.index(place + k))
-        x = load_floats(tiles_x.index(place + k))
+        x = load_floats(tiles_x.index(place + k)) - mean[:, None]
         out = (grad + dns[k] * kept(vectors, k, 64) - level[:, None] - x * follow[:, None]).to(kind)
         done = done + (warpgroup_mma_wait(0, deps=[pending]),)
         meet()  # nothing reads the tile any more
@@ -224,7 +223,7 @@ def consume(
             meet()
         level, follow = to_norm(tiles_x, place, dns, mean, scale, vectors, C)
         mbarrier.wait(full_g.index(mine), phase)
-        new = to_input(tiles_x, tiles_g, place, select, dns, sums, level, follow, vectors, C, kind)
+        new = to_input(tiles_x, tiles_g, place, select, dns, sums, mean, level, follow, vectors, C, kind)
         sums = new + (sums[P],)
         for k in gl.static_range(P):
             store_tile(out_desc, [row, 64 * k], tiles_g.index(place + k))

@@ -15,15 +15,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from multilinear.kernels.hopper_mu2 import add_output, finished
 from multilinear.kernels.hopper_names import load_tile, meet, store_tile
-from multilinear.kernels.hopper_pairs import in_two, multiplied, rows_multiplied
 from multilinear.kernels.hopper_parts import (
     accumulator,
-    along,
     extras,
     fetch,
     halves,
-    in_each_row,
-    in_full,
     keep_vectors,
     kept,
     load_rows,
@@ -80,23 +76,11 @@ def product_of(x, on, kind: gl.constexpr, DROP: gl.constexpr):
 
 
 @gluon.jit
-def times_root(ns, extra, root, kind: gl.constexpr):
-    """Multiply n where it is, and its extras, with the root of what multiplies the product of the branches."""
-    parts = in_two(root, kind)
-    for k in gl.static_range(len(ns)):
-        ns[k].store(rows_multiplied(ns[k].load(accumulator(64)), parts))
-    fence_async_shared()
-    meet()
-    return (extra.to(gl.float32) * along(root, 16)).to(kind)
-
-
-@gluon.jit
-def kept_product(ptr, row, rows, i, x, kind: gl.constexpr, R2: gl.constexpr):
-    """Write both branches of a chunk as the way back reads them; their product."""
-    left, right = halves(x.to(kind), 2)
-    store_own(ptr, row, rows, 128 * i, right, 2 * R2)
-    store_own(ptr, row, rows, 128 * i + 64, left, 2 * R2)
-    return multiplied(left, right)
+def store_apart(ptr, row, rows, i, x, root, kind: gl.constexpr, R2: gl.constexpr):
+    """Both branches of a chunk, as the way back reads them."""
+    left, right = halves(x, 2)
+    store_own(ptr, row, rows, 128 * i, (right * root[:, None]).to(kind), 2 * R2)
+    store_own(ptr, row, rows, 128 * i + 64, (left * root[:, None]).to(kind), 2 * R2)
 
 
 @gluon.jit
@@ -124,29 +108,21 @@ def load_normed(tiles, place, eps, C: gl.constexpr, kind: gl.constexpr):
     """Put x, with mean 0 and variance 1, where x is, which stays in registers; and what makes its variance 1."""
     xs, mean, scale = load_rows(tiles, place, eps, C)
     for k in gl.static_range(C // 64):
-        tiles.index(place + k).store(((in_full(xs[k]) - mean[:, None]) * scale[:, None]).to(kind))
+        tiles.index(place + k).store(((xs[k].to(gl.float32) - mean[:, None]) * scale[:, None]).to(kind))
     fence_async_shared()
     return xs, scale
-
-
-@gluon.jit
-def load_numbers(undo_ptr, row, rows):
-    """The mean and the deviation of 64 rows ahead of their norm."""
-    index = row + gl.arange(0, 64, layout=rows_layout())
-    mean = gl.load(undo_ptr + index, mask=index < rows, other=0.0)
-    return mean, gl.load(undo_ptr + rows + index, mask=index < rows, other=1.0)
 
 
 @gluon.jit
 def consume(
     which: gl.constexpr, descs, buffers, bars, pointers, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
-    ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, NORMED: gl.constexpr,
+    ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     x_desc, out_desc, n_desc = descs[0], descs[1], descs[2]
     tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, bias, linear = buffers
     full, empty, full_c, empty_c, full_x = bars
-    keep_ptr, n_ptr, branches_ptr, stats_ptr, undo_ptr, constants_ptr = pointers
+    keep_ptr, n_ptr, branches_ptr, stats_ptr, constants_ptr = pointers
     constant_a, constant_b = gl.load(constants_ptr), gl.load(constants_ptr + 1)
     P: gl.constexpr = C // 64
     kind: gl.constexpr = x_desc.dtype
@@ -159,18 +135,11 @@ def consume(
     while group < groups:
         row = (group * GROUPS + which) * 64
         mbarrier.wait(bar, turn & 1)
+        xs, unit = load_normed(tiles_x, which * P, eps, C, kind)
         ns = ()
         for k in gl.static_range(P):
             ns = ns + (tiles_x.index(which * P + k),)
-        if NORMED:
-            mean, deviation = load_numbers(undo_ptr, row, rows)
-            unit = 1.0 / deviation
-            xs = ()
-            for k in gl.static_range(P):
-                xs = xs + (ns[k].load(accumulator(64)),)
-        else:
-            xs, unit = load_normed(tiles_x, which * P, eps, C, kind)
-        if TRAIN and not NORMED:
+        if TRAIN:
             meet()  # all have written, and said so to the copies
             for k in gl.static_range(P):
                 store_tile(n_desc, [row, 64 * k], ns[k])
@@ -179,16 +148,17 @@ def consume(
         for c in gl.static_range(P):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)
-            part = in_each_row(linear, c, 128)
+            part = zeros(128)
             for k in gl.static_range(c, P):
-                part = times(ns[k], tiles_b.index(slot * P + k), part, False)
+                part = times(ns[k], tiles_b.index(slot * P + k), part, k == c)
             part = warpgroup_mma_wait(0, deps=[part])
             release(empty, slot, False)
             item += 1
+            part = part + kept(linear, c, 128)
             if ROOTS:
                 part_a, part_b = halves(part * part)
             else:
-                n = in_full(ns[c].load(accumulator(64)))
+                n = ns[c].load(accumulator(64)).to(gl.float32)
                 part_a, part_b = halves(part)
                 part_a, part_b = part_a * n, part_b * n
             form_a += sum_rows(part_a)
@@ -207,9 +177,7 @@ def consume(
             gl.store(stats_ptr + index * 4 + 2, both * keep, mask=index < rows)
             gl.store(stats_ptr + index * 4 + 3, unit, mask=index < rows)
             store_columns(n_ptr, row, rows, C, extra, 16, C + 16, C + 16)
-            tma.store_wait(0)
-            meet()  # n has left, and no form reads it any more
-            extra = times_root(ns, extra, gl.sqrt(both * keep), kind)
+        root = gl.sqrt(both * keep)
         on = gl.where(keep == 0.0, 0.0, 1.0)
         both = both * gl.where(keep == 0.0, 1.0, keep)  # x is divided by it, which is added up with nothing if dropped
         extra = gl.convert_layout(extra, operand())
@@ -218,17 +186,12 @@ def consume(
         chunk = warpgroup_mma_wait(0, deps=[both_branches(ns, extra, tiles_b, tiles_e, slot, P)])
         release(empty, slot, False)
         item += 1
+        h = gl.convert_layout(product_of(chunk, on, kind, DROP), operand())
         if TRAIN:
-            product = kept_product(branches_ptr, row, rows, 0, chunk, kind, R2)
-        else:
-            product = product_of(chunk, on, kind, DROP)
-        h = gl.convert_layout(product, operand())
+            store_apart(branches_ptr, row, rows, 0, chunk, root, kind, R2)
         ys = ()
         for k in gl.static_range(P):  # the output is added to x, which is so out of the way
-            y = in_full(xs[k])
-            if NORMED:  # back to what it was
-                y = y * deviation[:, None] + mean[:, None]
-            ys = ys + (y if TRAIN else y / both[:, None],)
+            ys = ys + (xs[k].to(gl.float32) / both[:, None],)
         for i in range(1, R2 // 64):
             slot, phase = slot_of(item, SLOTS, False)
             mbarrier.wait(full.index(slot), phase)
@@ -239,14 +202,15 @@ def consume(
             chunk = warpgroup_mma_wait(P, deps=[chunk])
             release(empty, slot, False)
             item += 1
+            product = product_of(chunk, on, kind, DROP)
             if TRAIN:
-                product = kept_product(branches_ptr, row, rows, i, chunk, kind, R2)
-            else:
-                product = product_of(chunk, on, kind, DROP)
+                store_apart(branches_ptr, row, rows, i, chunk, root, kind, R2)
             ys = finished(ys, h, P)
             release(empty_c, slot_c, False)
             item_c += 1
             h = gl.convert_layout(product, operand())
+        if TRAIN:
+            tma.store_wait(0)
         meet()  # nothing reads n any more
         ahead = group + gl.num_programs(0)
         if ahead < groups:
@@ -257,8 +221,7 @@ def consume(
         release(empty_c, slot_c, False)
         item_c += 1
         for k in gl.static_range(P):
-            y = ys[k] if TRAIN else ys[k] * both[:, None]
-            y = (y + keep[:, None] * kept(bias, k, 64)).to(kind)
+            y = (ys[k] * both[:, None] + keep[:, None] * kept(bias, k, 64)).to(kind)
             leave(tile_o, y, out_desc, row, 64 * k)
         turn += 1
         group = ahead
@@ -268,13 +231,13 @@ def consume(
 @gluon.jit
 def mu2_merged(
     x_desc, out_desc, n_desc, both_desc, extra_desc, c_desc, form_desc, keep_ptr, n_ptr, branches_ptr, stats_ptr,
-    undo_ptr, vectors_ptr, linear_ptr, groups, rows, tokens, eps,
+    vectors_ptr, linear_ptr, groups, rows, tokens, eps,
     C: gl.constexpr, R2: gl.constexpr, GROUPS: gl.constexpr, SLOTS: gl.constexpr, SLOTS_C: gl.constexpr,
-    ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, NORMED: gl.constexpr, REGISTERS: gl.constexpr,
+    ROOTS: gl.constexpr, TRAIN: gl.constexpr, DROP: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """x plus the second Mu-Layer of norm(x); in training also four numbers of each token, what its branches read, n
     next to the extras, and what they give, 64 columns of the second and of the first in turns, in the order of
-    `own_columns`. If x comes NORMED it is n, and two numbers a row undo that."""
+    `own_columns`."""
     P: gl.constexpr = C // 64
     gl.static_assert(GROUPS == 2)
     kind: gl.constexpr = x_desc.dtype
@@ -299,11 +262,11 @@ def mu2_merged(
     meet()
     buffers = (tiles_x, tiles_b, tiles_e, tiles_c, tiles_o, bias, linear)
     bars = (full, empty, full_c, empty_c, full_x)
-    pointers = (keep_ptr, n_ptr, branches_ptr, stats_ptr, undo_ptr, linear_ptr + 2 * C)
+    pointers = (keep_ptr, n_ptr, branches_ptr, stats_ptr, linear_ptr + 2 * C)
     gl.warp_specialize([
         (consume, (0, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, GROUPS, SLOTS, SLOTS_C,
-                   ROOTS, TRAIN, DROP, NORMED)),
+                   ROOTS, TRAIN, DROP)),
         (consume, (1, descs, buffers, bars, pointers, groups, rows, tokens, eps, C, R2, GROUPS, SLOTS, SLOTS_C,
-                   ROOTS, TRAIN, DROP, NORMED)),
+                   ROOTS, TRAIN, DROP)),
         (produce, (descs, buffers, bars, groups, C, R2, SLOTS, SLOTS_C)),
     ], [4, 1], [REGISTERS, 24])  # fmt: skip

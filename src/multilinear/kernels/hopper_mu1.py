@@ -18,8 +18,6 @@ from multilinear.kernels.hopper_names import load_each, load_tile, meet, store_t
 from multilinear.kernels.hopper_parts import (
     accumulator,
     fetch,
-    in_each_row,
-    in_full,
     keep_vectors,
     kept,
     operand,
@@ -147,21 +145,21 @@ def hidden(
     P: gl.constexpr = C // 64
     q = q * scale_b[:, None]
     q = q * kept(vectors, 3 * P + i, 64, ROWS) + kept(vectors, 4 * P + i, 64, ROWS)
-    a = in_full(tiles_a.index(place + i).load(accumulator(64, ROWS)))
-    a = a * scale_a[:, None] - (mean * scale_a)[:, None]
+    a = tiles_a.index(place + i).load(accumulator(64, ROWS)).to(gl.float32)
+    a = (a - mean[:, None]) * scale_a[:, None]
     a = a * kept(vectors, P + i, 64, ROWS) + kept(vectors, 2 * P + i, 64, ROWS)
     return gl.convert_layout((a * q).to(kind), operand(ROWS))
 
 
 @gluon.jit
 def put_output(
-    out_desc, tiles, place, row, ys, keep, C: gl.constexpr, ROWS: gl.constexpr = 64
+    out_desc, tiles, place, row, ys, bias, first: gl.constexpr, keep, C: gl.constexpr, ROWS: gl.constexpr = 64
 ):  # fmt: skip
-    """Add the layer's output to x where it is, and start writing it."""
+    """Add the layer's output to x where it is, with a bias from piece `first` on, and start writing it."""
     for k in gl.static_range(C // 64):
         tile = tiles.index(place + k)
-        y = in_full(tile.load(accumulator(64, ROWS))) + ys[k] * keep[:, None]
-        tile.store(y.to(tile.dtype))
+        y = (ys[k] + kept(bias, first + k, 64, ROWS)) * keep[:, None]
+        tile.store((tile.load(accumulator(64, ROWS)).to(gl.float32) + y).to(tile.dtype))
     fence_async_shared()
     for k in gl.static_range(C // 64):
         store_tile(out_desc, [row, 64 * k], tiles.index(place + k))
@@ -211,7 +209,7 @@ def consume(
             store_stats(stats_ptr, index, live, norms)
         ys = ()
         for k in gl.static_range(P):
-            ys = ys + (in_each_row(bias, k, 64),)
+            ys = ys + (zeros(64),)
         for i in range(P):
             q = second(ds, weights_b, vectors, i, LOWS)
             h = hidden(tiles_a, place, q, vectors, norms[0], norms[1], norms[2], i, C, kind)
@@ -234,7 +232,7 @@ def consume(
             fetch_low(u_ptr, ahead, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
             fetch_shifted(u_ptr, ahead, rows, grid, tiles_a, place, C, STRIDE, 64)
         mbarrier.wait(full_x.index(mine), (turn // KEPT) & 1)
-        put_output(out_desc, tiles_x, place, row, ys, keep, C)
+        put_output(out_desc, tiles_x, place, row, ys, bias, 0, keep, C)
         if TILES == 0:
             tma.store_wait(0)
             meet()

@@ -14,21 +14,25 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
+    warpgroup_mma_wait,
 )
 
 from multilinear.kernels.hopper_mu1 import fetch_low, fetch_shifted, load_pieces, load_stats
-from multilinear.kernels.hopper_mu1_back_steps import (
-    add_row_sums,
-    ahead_of_norms,
-    behind_norms,
-    branches,
-    first_pass,
-    scales_of,
-    second_pass,
-)
 from multilinear.kernels.hopper_names import load_tile, meet, reinterpret, store_tile
-from multilinear.kernels.hopper_pairs import store_column_sums, summing
-from multilinear.kernels.hopper_parts import accumulator, keep_vectors, zeros
+from multilinear.kernels.hopper_norm_back import settle
+from multilinear.kernels.hopper_parts import (
+    accumulator,
+    along,
+    column_sums,
+    keep_vectors,
+    kept,
+    sum_rows,
+    summing,
+    thread_sums,
+    times,
+    times_columns,
+    zeros,
+)
 from multilinear.kernels.hopper_unshift import unshift
 
 
@@ -64,15 +68,78 @@ def fetch_shifted_u(
     STRIDE: gl.constexpr, J: gl.constexpr, IMAGE: gl.constexpr,
 ):  # fmt: skip
     """Start copying a tile of the shifted u, after the gradient's."""
-    tiles_a, lows, bar = buffers[1], buffers[2], bars[1].index(mine)
+    tiles_a, lows, bar = buffers[1], buffers[3], bars[1].index(mine)
     if IMAGE:
         for i in gl.static_range(C // J):
-            load_tile(descs[4], [row, J * i], bar, tiles_a.index(mine * (C // J) + i))
+            load_tile(descs[6], [row, J * i], bar, tiles_a.index(mine * (C // J) + i))
         for j in gl.static_range(LOWS):
-            load_tile(descs[5], [row, C + 16 * j], bar, lows.index(mine * LOWS + j))
+            load_tile(descs[7], [row, C + 16 * j], bar, lows.index(mine * LOWS + j))
     else:
         fetch_low(u_ptr, row, rows, grid, lows, mine, C, L1, LOWS, STRIDE)
         fetch_shifted(u_ptr, row, rows, grid, tiles_a, mine * (C // J), C, STRIDE, J)
+
+
+@gluon.jit
+def branches(
+    tiles_g, tiles_a, weights, vectors, turn, ds, stats, i, C: gl.constexpr, J: gl.constexpr, LOWS: gl.constexpr
+):  # fmt: skip
+    """A chunk of both normed branches, and of the gradient of their product."""
+    weights_b, weights_c = weights
+    mean, scale_a, scale_b, keep = stats
+    P: gl.constexpr = C // 64
+    dh = zeros(J)
+    for k in gl.static_range(P):
+        dh = times_columns(tiles_g.index(turn * P + k), weights_c.index(i * P + k), dh, k == 0)
+    b = zeros(J)
+    for j in gl.static_range(LOWS):
+        b = times(ds[j], weights_b.index(i * LOWS + j), b, j == 0)
+    done = warpgroup_mma_wait(0, deps=(dh, b) + ds)
+    a = tiles_a.index(turn * (C // J) + i).load(accumulator(J)).to(gl.float32)
+    a = a * along(scale_a, J) - along(mean * scale_a, J)
+    b = (done[1] + kept(vectors, i, J)) * along(scale_b, J)
+    return a, b, done[0] * along(keep, J)
+
+
+@gluon.jit
+def first_pass(h_desc, tile_h, vectors, row, i, a, b, dh, keep, C: gl.constexpr, J: gl.constexpr):
+    """Write a chunk of h. Gradients of the normed branches; sums for those of their norms' weights and biases."""
+    COUNT: gl.constexpr = C // J
+    weight_a, weight_b = kept(vectors, COUNT + i, J), kept(vectors, 3 * COUNT + i, J)
+    p = a * weight_a + kept(vectors, 2 * COUNT + i, J)
+    q = b * weight_b + kept(vectors, 4 * COUNT + i, J)
+    tma.store_wait(0)
+    meet()  # the tile is free
+    tile_h.store((p * q * along(keep, J)).to(h_desc.dtype))
+    fence_async_shared()
+    meet()
+    store_tile(h_desc, [row, J * i], tile_h)
+    dp, dq = dh * q, dh * p
+    parts = column_sums(dp * a, dp, J) + column_sums(dq * b, dq, J)
+    return dp * weight_a, dq * weight_b, parts
+
+
+@gluon.jit
+def second_pass(
+    e_desc, db_desc, tile_e, tile_b, weights_b, stats, means, down, a, b, grad_a, grad_b, row, i, J: gl.constexpr,
+    LOWS: gl.constexpr, IMAGE: gl.constexpr,
+):  # fmt: skip
+    """Put down a chunk of E and of db, in tiles that nothing reads any more, and write them, of images only db; add
+    what db gives to the low rank."""
+    scale_a, scale_b = stats[1], stats[2]
+    level_a, along_a, level_b, along_b = means
+    grad_a = grad_a * along(scale_a, J) - along(level_a, J) - a * along(along_a, J)
+    grad_b = grad_b * along(scale_b, J) - along(level_b, J) - b * along(along_b, J)
+    tile_e.store(grad_a.to(e_desc.dtype))
+    tile_b.store(grad_b.to(e_desc.dtype))
+    fence_async_shared()
+    meet()
+    if not IMAGE:
+        store_tile(e_desc, [row, J * i], tile_e)
+    store_tile(db_desc, [row, J * i], tile_b)
+    new = ()
+    for j in gl.static_range(LOWS):
+        new = new + (times_columns(tile_b, weights_b.index(i * LOWS + j), down[j], False),)
+    return settle(new, 0, LOWS)
 
 
 @gluon.jit
@@ -81,13 +148,14 @@ def consume(
     C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr,
     J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr, IMAGE: gl.constexpr,
 ):  # fmt: skip
-    grad_desc, e_desc, low_desc, d_desc, _, _ = descs
-    tiles_g, tiles_a, lows, ones, weights_b, weights_c, biases, norms, lines = buffers
+    grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, _, _ = descs
+    tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, vectors = buffers[:8]
+    lines = buffers[8]
     full_w, full_g = bars
-    u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr, h_ptr, db_ptr = pointers
+    u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr = pointers
     weights = (weights_b, weights_c)
     CHUNKS: gl.constexpr = C // J
-    kind: gl.constexpr = grad_desc.dtype
+    tile_h = tiles_h.index(which)
     sums = ()
     for k in gl.static_range(4 * CHUNKS):
         sums = sums + (gl.full([4, J], 0.0, gl.float32, gl.SliceLayout(1, summing(J))),)
@@ -116,53 +184,63 @@ def consume(
             other = which * 2 + (turn + 1) % 2
             fetch_gradient(descs, buffers, bars, ahead, other, C, LOWS, IMAGE)
             fetch_shifted_u(descs, buffers, bars, u_ptr, ahead, rows, grid, other, C, L1, LOWS, STRIDE, J, IMAGE)
+        share_a, share_b = stats[1] / C, stats[2] / C
         down = ()
         for j in gl.static_range(LOWS):
             down = down + (zeros(16),)
-        more = (stats[3] - 1.0).to(kind)
-        rows_sums = (zeros(8), zeros(8), zeros(8), zeros(8))
         if CHUNKS == 1:
-            a, b, dh = branches(tiles_g, tiles_a, weights, biases, mine, ds, stats, 0, C, J, LOWS, False)
-            grad_a, grad_b, parts = first_pass(h_ptr, norms, row, rows, 0, a, b, dh, more, C, J, DROP)
+            a, b, dh = branches(tiles_g, tiles_a, weights, vectors, mine, ds, stats, 0, C, J, LOWS)
+            dp, dq, parts = first_pass(h_desc, tile_h, vectors, row, 0, a, b, dh, stats[3], C, J)
             new = ()
             for k in gl.static_range(4):
                 new = new + (sums[k] + parts[k],)
             sums = new
-            scales = scales_of(stats, add_row_sums(rows_sums, grad_a, grad_b, a, b), kind, C)
-            tma.store_wait(0)
-            down = second_pass(  # E comes where u was
-                e_desc, db_ptr, tiles_a.index(mine), weights_b, scales, down, a, b, grad_a, grad_b, row, rows, 0, C, J,
-                LOWS, IMAGE,
+            means = (
+                sum_rows(dp) * share_a, sum_rows(dp * a) * share_a, sum_rows(dq) * share_b, sum_rows(dq * b) * share_b
+            )  # fmt: skip
+            # E comes where u was, and db where the gradient was
+            down = second_pass(
+                e_desc, db_desc, tiles_a.index(mine), tiles_g.index(mine), weights_b, stats, means, down,
+                a, b, dp, dq, row, 0, J, LOWS, IMAGE,
             )  # fmt: skip
         else:
+            none = thread_sums(zeros(J))
+            level_a, along_a, level_b, along_b = none, none, none, none
             for i in range(CHUNKS):
-                a, b, dh = branches(tiles_g, tiles_a, weights, biases, mine, ds, stats, i, C, J, LOWS, False)
-                grad_a, grad_b, parts = first_pass(h_ptr, norms, row, rows, i, a, b, dh, more, C, J, DROP)
+                a, b, dh = branches(tiles_g, tiles_a, weights, vectors, mine, ds, stats, i, C, J, LOWS)
+                dp, dq, parts = first_pass(h_desc, tile_h, vectors, row, i, a, b, dh, stats[3], C, J)
                 new = ()
                 for c in gl.static_range(CHUNKS):  # in registers, where a place cannot be looked up
-                    here = gl.where(i == c, 1.0, 0.0)
                     for k in gl.static_range(4):
-                        new = new + (sums[4 * c + k] + parts[k] * here,)
+                        new = new + (sums[4 * c + k] + gl.where(i == c, parts[k], 0.0),)
                 sums = new
-                rows_sums = add_row_sums(rows_sums, grad_a, grad_b, a, b)
-            scales = scales_of(stats, rows_sums, kind, C)
-            tma.store_wait(0)
-            meet()  # d has been written, long ago
+                level_a += thread_sums(dp)
+                along_a += thread_sums(dp * a)
+                level_b += thread_sums(dq)
+                along_b += thread_sums(dq * b)
+            means = (
+                sum_rows(level_a) * share_a, sum_rows(along_a) * share_a, sum_rows(level_b) * share_b,
+                sum_rows(along_b) * share_b,
+            )  # fmt: skip
             for i in range(CHUNKS):
-                a, b, dh = branches(tiles_g, tiles_a, weights, biases, mine, ds, stats, i, C, J, LOWS, True)
-                p, q = behind_norms(norms, i, a, b, CHUNKS, J)
-                grad_a, grad_b = ahead_of_norms(norms, i, p, q, dh, CHUNKS, J)[2:]
+                a, b, dh = branches(tiles_g, tiles_a, weights, vectors, mine, ds, stats, i, C, J, LOWS)
+                weight_a, weight_b = kept(vectors, CHUNKS + i, J), kept(vectors, 3 * CHUNKS + i, J)
+                dp = dh * (b * weight_b + kept(vectors, 4 * CHUNKS + i, J)) * weight_a
+                dq = dh * (a * weight_a + kept(vectors, 2 * CHUNKS + i, J)) * weight_b
+                tma.store_wait(0)
+                meet()  # the tile of h is free
                 down = second_pass(
-                    e_desc, db_ptr, tiles_a.index(mine * CHUNKS + i), weights_b, scales, down, a, b, grad_a, grad_b,
-                    row, rows, i, C, J, LOWS, IMAGE,
+                    e_desc, db_desc, tiles_a.index(mine * CHUNKS + i), tile_h, weights_b, stats, means, down,
+                    a, b, dp, dq, row, i, J, LOWS, IMAGE,
                 )  # fmt: skip
+        # d has been written long ago
         for j in gl.static_range(LOWS):
-            lows.index(mine * LOWS + j).store(down[j].to(kind))
+            lows.index(mine * LOWS + j).store(down[j].to(grad_desc.dtype))
         if IMAGE:
             meet()
             fetch_gradient(descs, buffers, bars, ahead, mine, C, LOWS, IMAGE)
             unshift(
-                lines[0], lines[1], norms_ptr, row, rows, mine * CHUNKS, mine * LOWS, C, L1, J, kind
+                lines[0], lines[1], norms_ptr, row, rows, mine * CHUNKS, mine * LOWS, C, L1, J, grad_desc.dtype
             )  # fmt: skip
             for i in gl.static_range(CHUNKS):
                 store_tile(e_desc, [row, J * i], tiles_a.index(mine * CHUNKS + i))
@@ -181,9 +259,10 @@ def consume(
         turn += 1
         group += gl.num_programs(0)
     for c in gl.static_range(CHUNKS):
-        for k in gl.static_range(2):
-            line = sums_ptr + ((gl.program_id(0) * GROUPS + which) * 4 + 2 * k) * C + J * c
-            store_column_sums(line, sums[4 * c + 2 * k : 4 * c + 2 * k + 2], J, C)
+        for k in gl.static_range(4):
+            total = gl.sum(sums[4 * c + k], 0)
+            where = ((gl.program_id(0) * GROUPS + which) * 4 + k) * C + J * c
+            gl.store(sums_ptr + where + gl.arange(0, J, layout=total.type.layout), total)
     async_copy.wait_group(0)
     mbarrier.wait(full_g.index(which * TILES + turn % TILES), (turn // TILES) & 1)
     tma.store_wait(0)
@@ -191,14 +270,13 @@ def consume(
 
 @gluon.jit
 def mu1_back(
-    grad_desc, e_desc, low_desc, d_desc, b_desc, c_desc, u_desc, u_low_desc, h_ptr, db_ptr, u_ptr, norms_ptr,
+    grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, b_desc, c_desc, u_desc, u_low_desc, u_ptr, norms_ptr,
     stats_ptr, keep_ptr, vectors_ptr, sums_ptr, groups, rows, tokens, height, width, magic_height, magic_width,
     C: gl.constexpr, L1: gl.constexpr, LOWS: gl.constexpr, STRIDE: gl.constexpr, MU1: gl.constexpr,
     J: gl.constexpr, GROUPS: gl.constexpr, TILES: gl.constexpr, DROP: gl.constexpr, IMAGE: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """From the gradient of the first Mu-Layer's output to E, that of the shifted u; the factors h and db, in the order
-    of `own_columns`, and d; sums.
+    """From the gradient of the first Mu-Layer's output to E, that of the shifted u; the factors h, db and d; sums.
 
     For images of 8x8 tokens u comes shifted, and E is shifted back and each row divided by the deviation of x."""
     # a piece of the low rank would end in something else, and the next gradient comes early to where db must not be
@@ -218,6 +296,7 @@ def mu1_back(
         tiles_a = gl.allocate_shared_memory(kind, [COUNT * CHUNKS, 64, J], e_desc.layout)
         lows = gl.allocate_shared_memory(kind, [COUNT * LOWS, 64, 16], low_desc.layout)
         lines = (tiles_a, lows)
+    tiles_h = gl.allocate_shared_memory(kind, [GROUPS, 64, J], h_desc.layout)
     ones = gl.allocate_shared_memory(kind, [64, 16], low_desc.layout)
     weights_b = gl.allocate_shared_memory(kind, [CHUNKS * LOWS, J, 16], b_desc.layout)
     weights_c = gl.allocate_shared_memory(kind, [CHUNKS * P, 64, J], c_desc.layout)
@@ -230,8 +309,7 @@ def mu1_back(
         lows.index(i).store(zeros(16).to(kind))
     ones.store(zeros(16).to(kind))
     put_ones(ones, 0)
-    biases = keep_vectors(vectors_ptr + MU1, C, J, CHUNKS)
-    norms = keep_vectors(vectors_ptr + MU1 + C, 4 * C, J, 4 * CHUNKS, kind)
+    vectors = keep_vectors(vectors_ptr + MU1, 5 * C, J, 5 * CHUNKS)
     fence_async_shared()
     meet()
     mbarrier.expect(full_w, (16 * LOWS + C) * C * 2)
@@ -240,10 +318,10 @@ def mu1_back(
             load_tile(b_desc, [J * i, 16 * j], full_w, weights_b.index(i * LOWS + j))
         for k in gl.static_range(P):
             load_tile(c_desc, [64 * k, J * i], full_w, weights_c.index(i * P + k))
-    descs = (grad_desc, e_desc, low_desc, d_desc, u_desc, u_low_desc)
-    buffers = (tiles_g, tiles_a, lows, ones, weights_b, weights_c, biases, norms, lines)
+    descs = (grad_desc, h_desc, e_desc, db_desc, low_desc, d_desc, u_desc, u_low_desc)
+    buffers = (tiles_g, tiles_a, tiles_h, lows, ones, weights_b, weights_c, vectors, lines)
     bars = (full_w, full_g)
-    pointers = (u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr, h_ptr, db_ptr)
+    pointers = (u_ptr, norms_ptr, stats_ptr, keep_ptr, sums_ptr)
     grid = (height, width, magic_height, magic_width)
     if GROUPS == 2:
         gl.warp_specialize([

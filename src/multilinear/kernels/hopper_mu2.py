@@ -14,7 +14,6 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     extras,
     fetch,
-    in_full,
     keep_vectors,
     kept,
     normed,
@@ -149,7 +148,7 @@ def consume(
                 n = tiles_x.index(other * P + c * J // 64).slice(c * J % 64, J, 1).load(accumulator(J))
             else:
                 n = gl.convert_layout(ns[c], accumulator(J))
-            form += sum_rows((part + kept(linear, c, J)) * in_full(n))
+            form += sum_rows((part + kept(linear, c, J)) * n.to(gl.float32))
         scale_a = gl.rsqrt(gl.maximum(form, 0.0) / R2 + eps)
         # the low rank and the variance of the second branch
         low = ()
@@ -179,7 +178,7 @@ def consume(
             part = warpgroup_mma_wait(0, deps=[part])
             release(empty, slot, RESIDENT)
             item += 1
-            part = (part + kept(low_linear, p, piece_width(p, P2, J, TAIL))) * in_full(low[p])
+            part = (part + kept(low_linear, p, piece_width(p, P2, J, TAIL))) * low[p].to(gl.float32)
             form += sum_rows(part)
         scale_b = gl.rsqrt(gl.maximum(form, 0.0) / R2 + eps)
         extra = extras(scale_a, 0, 16, kind).to(kind)
@@ -258,7 +257,7 @@ def consume(
             mbarrier.wait(full_x.index(mine), 1)
         for k in gl.static_range(P):
             tile = tiles_x.index(place + k)
-            x = in_full(tile.load(accumulator(64))) + ys[k] * both[:, None]
+            x = tile.load(accumulator(64)).to(gl.float32) + ys[k] * both[:, None]
             tile.store((x + keep[:, None] * kept(bias, k, 64)).to(kind))
         fence_async_shared()
         for k in gl.static_range(P):

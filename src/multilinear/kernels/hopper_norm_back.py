@@ -23,7 +23,6 @@ from multilinear.kernels.hopper_parts import (
     accumulator,
     along,
     halves,
-    in_full,
     keep_vectors,
     kept,
     row_zeros,
@@ -112,7 +111,7 @@ def in_tiles(dns, C: gl.constexpr):
 
 @gluon.jit
 def load(ring, which: gl.constexpr, item, TILES: gl.constexpr):
-    return in_full(tile_at(ring, which, item, TILES).load(accumulator(64)))
+    return tile_at(ring, which, item, TILES).load(accumulator(64)).to(gl.float32)
 
 
 @gluon.jit

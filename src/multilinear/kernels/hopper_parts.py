@@ -84,30 +84,21 @@ def runs(pieces):
 
 
 @gluon.jit
-def keep_vectors(
-    ptr, LENGTH: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr, kind: gl.constexpr = gl.float32
-):  # fmt: skip
+def keep_vectors(ptr, LENGTH: gl.constexpr, WIDTH: gl.constexpr, PIECES: gl.constexpr):
     """Vectors that lie one after the other, in shared memory, in pieces of WIDTH and with zeros behind them: loads from
     global memory would wait for those of tokens that are on their way. They come in few large parts, all at once."""
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    vectors = gl.allocate_shared_memory(kind, [PIECES, WIDTH], one)
+    vectors = gl.allocate_shared_memory(gl.float32, [PIECES, WIDTH], one)
     loaded = ()
     for i in gl.static_range(runs(PIECES)):
         place = gl.arange(0, WIDTH * run(PIECES, i), layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
         place += WIDTH * run_start(PIECES, i)
-        loaded = loaded + (gl.load(ptr + place, mask=place < LENGTH, other=0.0).to(kind),)
-    put_vectors(vectors, loaded, WIDTH, PIECES)
-    return vectors
-
-
-@gluon.jit
-def put_vectors(vectors, loaded, WIDTH: gl.constexpr, PIECES: gl.constexpr):
-    """Such parts to where they are kept."""
-    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        loaded = loaded + (gl.load(ptr + place, mask=place < LENGTH, other=0.0),)
     for i in gl.static_range(runs(PIECES)):
         # all in runs of that length, of which this is one, since the larger ones come first
-        parts = reinterpret(vectors, vectors.dtype, [PIECES // run(PIECES, i), WIDTH * run(PIECES, i)], one)
+        parts = reinterpret(vectors, gl.float32, [PIECES // run(PIECES, i), WIDTH * run(PIECES, i)], one)
         parts.index(run_start(PIECES, i) // run(PIECES, i)).store(loaded[i])
+    return vectors
 
 
 @gluon.jit
@@ -117,31 +108,14 @@ def kept(vectors, i, WIDTH: gl.constexpr, ROWS: gl.constexpr = 64):
 
 
 @gluon.jit
-def in_each_row(vectors, i, WIDTH: gl.constexpr, ROWS: gl.constexpr = 64):
-    """The same for products to be added to, which so need no bias in the end."""
-    return gl.full([ROWS, WIDTH], 1.0, gl.float32, accumulator(WIDTH, ROWS)) * kept(vectors, i, WIDTH, ROWS)
-
-
-@gluon.jit
 def along(x, WIDTH: gl.constexpr):
     """A number for each row, next to tiles of that width."""
-    return gl.convert_layout(x, gl.SliceLayout(1, accumulator(WIDTH, x.shape[0])))[:, None]
-
-
-@gluon.jit
-def in_full(x):
-    """As numbers of 32 bits. The compiler takes half as many instructions again for pairs of bfloat16."""
-    if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [x], gl.float32, True, 2
-        )  # fmt: skip
-    else:
-        return x.to(gl.float32)
+    return gl.convert_layout(x, gl.SliceLayout(1, accumulator(WIDTH)))[:, None]
 
 
 @gluon.jit
 def sum_rows(x):
-    return gl.convert_layout(gl.sum(x, 1), rows_layout(x.shape[0]))
+    return gl.convert_layout(gl.sum(x, 1), rows_layout())
 
 
 @gluon.jit
@@ -200,11 +174,10 @@ def times_columns(left, right, out, FIRST: gl.constexpr):
 @gluon.jit
 def halves(x, RUNS: gl.constexpr = 1):
     """Both halves of a tile's columns, or of each of so many runs of them: the same registers."""
-    ROWS: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1] // 2
-    parts = x.reshape([ROWS, RUNS, 2, WIDTH // RUNS]).permute((0, 1, 3, 2))
-    left, right = parts.reshape([ROWS, WIDTH, 2]).split()
-    layout: gl.constexpr = accumulator(WIDTH, ROWS)
+    parts = x.reshape([64, RUNS, 2, WIDTH // RUNS]).permute((0, 1, 3, 2))
+    left, right = parts.reshape([64, WIDTH, 2]).split()
+    layout: gl.constexpr = accumulator(WIDTH)
     return gl.convert_layout(left, layout, assert_trivial=True), gl.convert_layout(right, layout, assert_trivial=True)
 
 
@@ -276,7 +249,7 @@ def fetch(desc, row, bar, tiles, place, C: gl.constexpr, ROWS: gl.constexpr = 64
 
 @gluon.jit
 def normed(tiles, place, mean, scale, vectors, k: gl.constexpr, C: gl.constexpr, kind: gl.constexpr):
-    x = in_full(tiles.index(place + k).load(accumulator(64)))
+    x = tiles.index(place + k).load(accumulator(64)).to(gl.float32)
     x = (x - mean[:, None]) * scale[:, None]
     return (x * kept(vectors, k, 64) + kept(vectors, C // 64 + k, 64)).to(kind)
 
@@ -286,11 +259,11 @@ def row_norm(tiles, place, eps, C: gl.constexpr):
     """The mean of each row of a tile's pieces, and what makes its variance 1."""
     total = row_zeros()
     for k in gl.static_range(C // 64):
-        total += gl.sum(in_full(tiles.index(place + k).load(accumulator(64))), 1)
+        total += gl.sum(tiles.index(place + k).load(accumulator(64)).to(gl.float32), 1)
     mean = total / C
     total = row_zeros()
     for k in gl.static_range(C // 64):
-        x = in_full(tiles.index(place + k).load(accumulator(64))) - mean[:, None]
+        x = tiles.index(place + k).load(accumulator(64)).to(gl.float32) - mean[:, None]
         total += gl.sum(x * x, 1)
     return mean, gl.rsqrt(total / C + eps)
 
@@ -302,10 +275,46 @@ def load_rows(tiles, place, eps, C: gl.constexpr, ROWS: gl.constexpr = 64):
     total = row_zeros(ROWS)
     for k in gl.static_range(C // 64):
         xs = xs + (tiles.index(place + k).load(accumulator(64, ROWS)),)
-        total += gl.sum(in_full(xs[k]), 1)
+        total += gl.sum(xs[k].to(gl.float32), 1)
     mean = total / C
     total = row_zeros(ROWS)
     for k in gl.static_range(C // 64):
-        x = in_full(xs[k]) - mean[:, None]
+        x = xs[k].to(gl.float32) - mean[:, None]
         total += gl.sum(x * x, 1)
     return xs, mean, gl.rsqrt(total / C + eps)
+
+
+@gluon.constexpr_function
+def summing(width):
+    """How a warp holds eight rows to add them up: all in one thread, which has one column, or two of 64."""
+    if width == 64:
+        return gl.DistributedLinearLayout(
+            [[0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1]],
+            [[0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 0, 32]],
+            [[1, 0, 0], [2, 0, 0]], [], [4, 8, 64],
+        )  # fmt: skip
+    else:
+        return gl.DistributedLinearLayout(
+            [[0, 1, 0], [0, 2, 0], [0, 4, 0]],
+            [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 0, 16]],
+            [[1, 0, 0], [2, 0, 0]], [], [4, 8, 32],
+        )  # fmt: skip
+
+
+@gluon.jit
+def column_sums(x, y, J: gl.constexpr):
+    """Sums over the rows of each warp. To exchange ahead of them takes far less than an exchange for each, and two
+    numbers of 16 bits go at once: what is lost by that is nothing among so many."""
+    x = gl.sum(x.reshape([4, 2, 8, J]), 1)
+    y = gl.sum(y.reshape([4, 2, 8, J]), 1)
+    both = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [x, y], gl.int32, True, 1)
+    both = gl.convert_layout(both, summing(J))
+    x = (both & -65536).to(gl.float32, bitcast=True)
+    y = (both << 16).to(gl.float32, bitcast=True)
+    return gl.sum(x, 1), gl.sum(y, 1)
+
+
+@gluon.jit
+def thread_sums(x):
+    """Sums of each row over the columns that a thread has, of which four have the same row."""
+    return gl.sum(gl.sum(x.reshape([64, x.shape[1] // 8, 4, 2]), 3), 1)

@@ -52,21 +52,22 @@ BACK = {
 
 
 class OneProduct(NamedTuple):
-    """The same with the second branch's two matrices as one: chunks of both branches, forward of 64 hidden channels,
-    and of C that are kept; back how many of both branches, of 32 channels, and of what they gave. In products over
+    """The same with the second branch's two matrices as one: chunks of both branches, and of C, that are kept; forward
+    of 64 hidden channels, back of 32. There also how many chunks of what the branches gave are kept. In products over
     all tokens how many times 32 tokens are kept, and which part of the programs takes that of n with itself for one of
     both branches."""
 
     slots: int
     slots_c: int
     back_slots: int
+    back_slots_c: int
     stages: int
     product_stages: int
     share: int
 
 
 # By channels and low rank, where one matrix has no more entries than two.
-MERGED = {(192, 144): OneProduct(2, 2, 3, 3, 6, 11)}
+MERGED = {(192, 144): OneProduct(2, 2, 3, 2, 4, 6, 11)}
 
 
 class First(NamedTuple):
@@ -100,7 +101,7 @@ FIRST_BACK = {
     (64, 8): First(2, 2, 240),
     (128, 16): First(3, 1, 168, chunk=32),
     (192, 24): First(2, 1, 240, chunk=32),
-    (192, 48): First(2, 1, 240, chunk=64),
+    (192, 48): First(2, 1, 240, chunk=32),
 }
 
 

@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from multilinear.kernels.hopper_names import load_tile
 from multilinear.kernels.hopper_norm_back import add_up
-from multilinear.kernels.hopper_parts import accumulator, own_place, release, slot_of, start_ring, zeros
+from multilinear.kernels.hopper_parts import accumulator, release, slot_of, start_ring, zeros
 
 
 @gluon.jit
@@ -78,18 +78,10 @@ def multiply(
 
 
 @gluon.jit
-def write(
-    ptr, x, row, column, STRIDE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, OWN: gl.constexpr = None
-):  # fmt: skip
-    """A tile of a (ROWS, COLUMNS) matrix; of its sides that one may come in the order of `own_columns`."""
-    i = gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(64)))[:, None]
-    j = gl.arange(0, 64, layout=gl.SliceLayout(0, accumulator(64)))[None, :]
-    if OWN == 0:
-        i = own_place(i)
-    if OWN == 1:
-        j = own_place(j)
-    i += row
-    j += column
+def write(ptr, x, row, column, STRIDE: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """A tile of a (ROWS, COLUMNS) matrix."""
+    i = row + gl.arange(0, 64, layout=gl.SliceLayout(1, accumulator(64)))[:, None]
+    j = column + gl.arange(0, 64, layout=gl.SliceLayout(0, accumulator(64)))[None, :]
     gl.store(ptr + i * STRIDE + j, x, mask=(i < ROWS) & (j < COLUMNS))
 
 
@@ -111,8 +103,8 @@ def consume(
         sums = multiply(which, ring, full, empty, program, gl.num_programs(0) - split, blocks, False, C, STAGES)
         line = rest_ptr + program * (C * (C + SD1))
         for k in gl.static_range(P):
-            write(line, sums[k], 64 * which, 64 * k, C, C, C, OWN=1)
-        write(line + C * C, sums[P], 64 * which, 0, SD1, C, SD1, OWN=0)
+            write(line, sums[k], 64 * which, 64 * k, C, C, C)
+        write(line + C * C, sums[P], 64 * which, 0, SD1, C, SD1)
 
 
 @gluon.jit
@@ -122,7 +114,7 @@ def first_products(
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """`du' x` by the first `split` programs, a line of all its entries from each; by the others `grad' h` and then
-    `db' d`, columns of h and db in the order of `own_columns`. A group of warps for 64 columns of each left side."""
+    `db' d`. A group of warps for 64 columns of each left side."""
     P: gl.constexpr = C // 64
     gl.static_assert(US <= C + 64 and SD1 <= 64)
     kind: gl.constexpr = x_desc.dtype

@@ -12,10 +12,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
 from multilinear.kernels.hopper_names import load_tile, reinterpret
-from multilinear.kernels.hopper_pairs import multiplied
 from multilinear.kernels.hopper_parts import (
     accumulator,
-    in_full,
     operand,
     own_place,
     release,
@@ -67,6 +65,15 @@ def produce(
 
 
 @gluon.jit
+def multiplied(x, y):
+    """Products of numbers of 16 bits, two at a time, each rounded once."""
+    if x.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], x.dtype, True, 2)
+    else:
+        return gl.inline_asm_elementwise("mul.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], x.dtype, True, 2)
+
+
+@gluon.jit
 def transposed(ring, place):
     """A tile as the left side of a product, its columns as rows."""
     return ring.index(place).permute((1, 0)).load(operand())
@@ -88,7 +95,7 @@ def left_side(which: gl.constexpr, ring, full, item, HIDDEN: gl.constexpr, P: gl
         return multiplied(transposed(ring, place + left_of(which, 0)), transposed(ring, place + left_of(which, 1)))
     else:
         n = transposed(ring, place + 3 + which)
-        return (in_full(n) * load_taken(ring.index(place))[None, :]).to(n.dtype)
+        return (n.to(gl.float32) * load_taken(ring.index(place))[None, :]).to(n.dtype)
 
 
 @gluon.jit

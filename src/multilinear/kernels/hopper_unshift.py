@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from multilinear.kernels.hopper_names import meet, reinterpret
-from multilinear.kernels.hopper_pairs import pairs_added
 from multilinear.kernels.hopper_parts import nothing
 
 
@@ -73,6 +72,14 @@ def load_low(E_ptr, row, rows, grid, C: gl.constexpr, L1: gl.constexpr, STRIDE: 
     return loaded
 
 
+@gluon.jit
+def add_pairs(x, y, kind: gl.constexpr):
+    if kind == gl.bfloat16:
+        return gl.inline_asm_elementwise("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
+    else:
+        return gl.inline_asm_elementwise("add.rn.f16x2 $0, $1, $2;", "=r,r,r", [x, y], gl.int32, True, 1)
+
+
 # Both numbers of a pair as float32, times another, and back.
 BF16_TIMES = gl.constexpr("""{
     .reg .b32 low, high;
@@ -126,7 +133,7 @@ def load_all(
     low_scale = load_scale(norms_ptr, row, rows, 8, vector(L1))
     du = ()
     for i in gl.static_range(len(loaded)):
-        total = pairs_added(loaded[i][0], loaded[i][1], kind)
+        total = add_pairs(loaded[i][0], loaded[i][1], kind)
         if i < C // 64:
             du = du + (scaled(total, scale, kind),)
         else:
@@ -231,7 +238,7 @@ def moved_back(
     if has(3, first, WIDTH, R):
         came = of_quarter(3, first, gl.where(x > 0, from_left(here), 0), came, R)
         stayed = of_quarter(3, first, gl.where(x == 7, here, 0), stayed, R)
-    return scaled(pairs_added(came, stayed, kind), scale, kind)
+    return scaled(add_pairs(came, stayed, kind), scale, kind)
 
 
 @gluon.jit

@@ -12,25 +12,23 @@ from multilinear.kernels.launch import launch
 
 def mu2_merged(
     x: Tensor, out: Tensor, keep: Tensor | None, n: Tensor, branches: Tensor, stats: Tensor, ready: Prepared,
-    roots: Roots | None, s: Sizes, forms: int, eps: float, save: bool, undo: Tensor | None,
+    roots: Roots | None, s: Sizes, forms: int, eps: float, save: bool,
 ) -> None:  # fmt: skip
-    """What `hopper.mu2` does, with merged branches; `save` for training, and roots for inference if there are any. If
-    n is there and x is not, two numbers of each row undo the norm."""
+    """What `hopper.mu2` does, with merged branches; `save` for training, and roots for inference if there are any."""
     from multilinear.kernels import hopper_merged
 
     plan = MERGED[s.channels, s.low2]
-    rows, tokens = out.numel() // s.channels, out.shape[-3] * out.shape[-2]
+    rows, tokens = x.numel() // s.channels, x.shape[-3] * x.shape[-2]
     groups = triton.cdiv(rows, 64 * 2)
     registers, limit = REGISTERS[2]
-    given = x.view(rows, -1) if undo is None else n
     form, linear = roots or (ready.stack[2 * s.channels :], ready.vectors[forms:])
     launch(
-        hopper_merged.mu2_merged, min(groups, processors(out.device)),
-        tiled(given, 64, 64), tiled(out.view(rows, -1), 64, 64), tiled(n if save else ready.C2, 64, 64),
+        hopper_merged.mu2_merged, min(groups, processors(x.device)),
+        tiled(x.view(rows, -1), 64, 64), tiled(out.view(rows, -1), 64, 64), tiled(n if save else ready.C2, 64, 64),
         tiled(ready.A2, 128, 64), tiled(ready.A2, 128, 16), tiled(ready.C2, 64, 64), tiled(form, 128, 64),
-        keep, n, branches, stats, undo, ready.vectors, linear, groups, rows, tokens, eps, C=s.channels, R2=s.rank2,
-        GROUPS=2, SLOTS=plan.slots, SLOTS_C=plan.slots_c, ROOTS=roots is not None, TRAIN=save, DROP=keep is not None,
-        NORMED=undo is not None, REGISTERS=registers, num_warps=4, maxnreg=limit,
+        keep, n, branches, stats, ready.vectors, linear, groups, rows, tokens, eps, C=s.channels, R2=s.rank2, GROUPS=2,
+        SLOTS=plan.slots, SLOTS_C=plan.slots_c, ROOTS=roots is not None, TRAIN=save, DROP=keep is not None,
+        REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
 
 
@@ -53,9 +51,9 @@ def mu2_merged_back(
         hopper_merged_back.mu2_merged_back, programs,
         tiled(grad.view(rows, -1), 64, 64), tiled(n, 64, 64), tiled(branches, 64, 32),
         *(tiled(part.view(rows, -1), 64, 32) for part in (grad, out)),
-        tiled(ready.A2, 64, 64), tiled(ready.C2, 64, 64), tiled(ready.stack, 64, 64), ready.A2,
+        tiled(ready.A2, 64, 64), tiled(ready.A2, 64, 16), tiled(ready.C2, 64, 32), tiled(ready.stack, 64, 64),
         inner, stats, taken, ends, sums, ready.vectors[forms:], groups, rows, taken.shape[1], C=s.channels, R2=s.rank2,
-        GROUPS=2, SLOTS=plan.back_slots, STAGES=plan.stages, DROP=keep is not None,
+        GROUPS=2, SLOTS=plan.back_slots, SLOTS_C=plan.back_slots_c, STAGES=plan.stages, DROP=keep is not None,
         REGISTERS=registers, num_warps=4, maxnreg=limit,
     )  # fmt: skip
     return ends, sums

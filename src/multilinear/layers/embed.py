@@ -48,14 +48,7 @@ def embed_patches(image: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         weight = weight.permute(0, 2, 3, 1)
     else:
         patches = image.reshape(batch, chans, rows, size, columns, size).permute(0, 2, 4, 1, 3, 5)
-    patches, weight = patches.flatten(3), weight.flatten(1)
-    if not (torch.is_grad_enabled() and bias.requires_grad):
-        return F.linear(patches, weight, bias)
-    # As one more column of weights the bias has its gradient from the product for theirs: a sum over so many tokens
-    # takes longer. 16-bit products want a multiple of 8 columns.
-    more = 8 - patches.shape[-1] % 8
-    both = torch.cat([weight, bias[:, None]], 1)
-    return F.linear(F.pad(patches, (0, more), value=1.0), F.pad(both, (0, more - 1)))
+    return F.linear(patches.flatten(3), weight.flatten(1), bias)
 
 
 def compose_kernels(inner: Tensor, inner_bias: Tensor, outer: Tensor, outer_bias: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,8 +38,6 @@ def paired(function, kind):
         return plain(x).contiguous().view(torch.int16).unflatten(-1, (-1, 2)).view(kind)
 
     def run(x, y):
-        if plain(x).dtype == kind:
-            return function(plain(x), plain(y))
         other = two(y) if plain(y).dtype == torch.int32 else plain(y)[..., None]
         return function(two(x), other).to(kind).flatten(-2).view(torch.int32)
 
@@ -76,23 +74,15 @@ def beside(first, second):
     return torch.stack([plain(second), plain(first)], -1).bfloat16().view(torch.int32)[..., 0]
 
 
-def multiplied_onto(x, y, z):
-    return (plain(x).float() * plain(y) + plain(z)).to(plain(x).dtype)
-
-
 # By how the code begins.
 ASSEMBLY = {
     "mul.rn.bf16x2 $0, $1, $2;": lambda x, y: plain(x) * plain(y),
     "mul.rn.f16x2 $0, $1, $2;": lambda x, y: plain(x) * plain(y),
-    "fma.rn.bf16x2 $0, $1, $2, $3;": multiplied_onto,
-    "fma.rn.f16x2 $0, $1, $2, $3;": multiplied_onto,
     "cvt.rn.bf16x2.f32 $0, $1, $2;": beside,
     "add.rn.bf16x2 $0, $1, $2;": paired(torch.add, torch.bfloat16),
     "add.rn.f16x2 $0, $1, $2;": paired(torch.add, torch.float16),
     "{\n    .reg .b32 low, high;": paired(lambda x, y: x.float() * y, torch.bfloat16),
     "{\n    .reg .b16 low, high;": paired(lambda x, y: x.float() * y, torch.float16),
-    "mov.b32 $0, $2; mov.b32 $1, $2;": lambda x: plain(x).contiguous().view(torch.int32).repeat_interleave(2, -1),
-    "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;": lambda x: plain(x).float(),
     "shfl.sync.up.b32 $0, $1, 4, 0, -1;": shuffled(-4),
     "shfl.sync.down.b32 $0, $1, 4, 31, -1;": shuffled(4),
 }

@@ -10,7 +10,7 @@ from .program import OnItsWay, Program, Wrong, barrier_at, wait_until
 
 TYPES = {
     gl.bfloat16: torch.bfloat16, gl.float16: torch.float16, gl.float32: torch.float32, gl.int32: torch.int32,
-    gl.int16: torch.int16, gl.int64: torch.int64, gl.int1: torch.bool,
+    gl.int64: torch.int64, gl.int1: torch.bool,
 }  # fmt: skip
 NAMES = {known: name for name, known in TYPES.items()}
 
