@@ -45,7 +45,6 @@ AVX2 = Vectors(8, 2, frozenset({"avx2", "fma"}), ("-mavx2", "-mfma"))
 CHANNELS = 16  # of which blocks have a multiple, whatever the vectors
 TILE = 48  # tokens that go through a block together: what lies between its matrices then stays in the cache
 TOKENS = 2048  # about as many go through all blocks together, whole images: what lies between these stays cached too
-ROWS = 12  # tokens are multiplied so many at a time, or by a divisor of it
 SHIFTS = {None: 0, "keep": 1, "zero": 2}
 Map = tuple[Tensor, Tensor]  # weight (out, in), bias (out)
 
