@@ -24,7 +24,13 @@ SHARED = 227 * 1024  # bytes that a program may have
 # Warnings of the assembler that products run one by one. Of these kernels it is known: they want more registers than
 # there are, with the assembler that comes with Triton 3.9 more of them than with the one before.
 SERIALISED = re.compile(r"\(C75(?:10|11|12|13|14|15)\)")
-KNOWN = {"3.6.": {("64", "mu2")}, "3.9.": {("64", "mu2"), ("64", "lift_back"), ("128", "mu2"), ("192", "mu2")}}
+KNOWN = {
+    "3.6.": {("64", "mu2")},
+    "3.9.": {
+        ("64", "mu2"), ("64", "lift_back"), ("128", "mu2"), ("192", "mu2"), ("192, a quarter", "mu2_merged_back"),
+        ("192, a quarter, images", "mu2_merged_back"),
+    },
+}  # fmt: skip
 
 
 @pytest.mark.slow

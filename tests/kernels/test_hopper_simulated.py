@@ -3,14 +3,17 @@ at every width that they take. What is beside them runs in Triton's interpreter,
 which this file is then run."""
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
 import torch
 import triton
 from interpreted import main, run_interpreted
+from sklearn.datasets import load_digits
 from test_block import close_gradients, error, exact, perturbed, run, weights_of
+from torch import nn
+from torch.nn import functional as F
 
 from multilinear.kernels import block_small, hopper, hopper_plans, launch_merged
 from multilinear.layers import PolyBlock
@@ -105,6 +108,35 @@ def interpret_merged():
     check(192, 4, (5, 7), 9, torch.bfloat16, FIRST, MERGED, version="3.9.0")
 
 
+def losses_on_digits(block, fused=False, without=None, steps=8):
+    """Of a block alone that learns some real images of 8x8 pixels, if told so without the gradient of one parameter."""
+    torch.manual_seed(0)
+    digits = load_digits()
+    pixels, labels = torch.tensor(digits.images[:8, ..., None] / 16.0).float(), torch.tensor(digits.target[:8])
+    embed, head = nn.Linear(1, 192).requires_grad_(False), nn.Linear(192, 10).requires_grad_(False)
+    x, block = embed(pixels) + torch.randn(8, 8, 192) / 2, copy.deepcopy(block)
+    optimizer, losses = torch.optim.AdamW(block.parameters(), 3e-3), []
+    for step in range(steps):
+        with on_hopper(step) if fused else nullcontext():
+            y = block._fused(x.bfloat16(), torch.bfloat16).float() if fused else block(x)
+            loss = F.cross_entropy(head(F.layer_norm(y.mean((1, 2)), (192,))), labels)
+            loss.backward()
+        if without:
+            block.get_parameter(without).grad.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def train_as_plain_code_does():
+    block = PolyBlock(192, shrinkage=4)
+    plain, fused = losses_on_digits(block), losses_on_digits(block, fused=True)
+    assert plain[-1] < plain[0] - 0.3 and (fused - plain).abs().max() < 5e-3, (fused, plain)
+    for name in ("mu1.A", "mu1.D", "mu1.B", "mu1.C", "mu2.A", "mu2.B", "mu2.C"):  # so losses tell of each of these
+        assert (losses_on_digits(block, without=f"{name}.weight") - plain).abs().max() > 5e-3, name
+
+
 INTERPRETED = {name: value for name, value in list(globals().items()) if name.startswith("interpret_")}
 
 
@@ -114,5 +146,11 @@ def test_in_the_interpreter(name):
     run_interpreted(__file__, name)
 
 
+@pytest.mark.slow
+def test_a_training_has_the_same_losses():
+    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+    run_interpreted(__file__, "train_as_plain_code_does")
+
+
 if __name__ == "__main__":
-    main(INTERPRETED)
+    main(INTERPRETED | {"train_as_plain_code_does": train_as_plain_code_does})
