@@ -231,14 +231,17 @@ def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float | None
 
 
 def first_step(options: argparse.Namespace) -> None:
-    """In the fresh process: print when the first step was over, and when a captured one was."""
+    """In the fresh process: print when the first step was over, when a captured one was, and what came before when."""
+    moments = {"imported": time.time()}
     device = torch.device(options.device)
     torch.set_float32_matmul_precision("high")
     step = TrainingStep(options.model, options.side, options.batch, device, compiled=not options.no_compile)
-    moments = {}
+    wait(device)
+    moments["built"] = time.time()
     with torch.cuda.stream(step.stream):
         with kernels.compile_together():
             step()
+        moments["compiled"] = time.time()
         step()
         wait(device)
         moments["plain"] = time.time()

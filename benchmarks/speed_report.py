@@ -117,7 +117,9 @@ def print_report(record: dict[str, Any]) -> None:
 def describe(row: Row) -> str:
     """One row's figures in one line."""
     if "seconds" in row:
-        return f"{row['seconds']:.1f} s to the end of the first training step, n={row['n']}"
+        start = "seconds_"
+        moments = [f"{key[len(start) :]} after {row[key]:.1f}" for key in row if key.startswith(start)]
+        return f"{row['seconds']:.1f} s to the end of the first training step, n={row['n']}  {', '.join(moments)}"
     times = f"{row['median_ms']:.4g} ({row['lower_ms']:.4g} to {row['upper_ms']:.4g}), n={row['n']}"
     more = []
     if "allocated_gb" in row:

@@ -182,3 +182,9 @@ def test_clock_and_power_are_left_out_without_the_tool_or_a_gpu(monkeypatch):
     assert speed_runtimes.clock_and_power(no_pass, torch.device("cuda"), 50.0) == {}
     monkeypatch.setattr(speed_runtimes.shutil, "which", lambda name: name)
     assert speed_runtimes.clock_and_power(no_pass, torch.device("cpu"), 50.0) == {}
+
+
+def test_a_cold_start_says_where_its_time_goes():
+    row = {"seconds": 42.9, "n": 1, "seconds_imported": 8.25, "seconds_compiled": 35.0, "seconds_plain": 42.0}
+    line = speed_report.describe(row)
+    assert line.startswith("42.9 s") and line.endswith("imported after 8.2, compiled after 35.0, plain after 42.0")
