@@ -93,7 +93,8 @@ class Version:
 
     def ask(self, what: str = "time") -> Any:
         assert self.process.stdin is not None
-        print(what, file=self.process.stdin, flush=True)
+        if self.process.poll() is None:  # or that it has ended is the answer
+            print(what, file=self.process.stdin, flush=True)
         return self.answer()
 
 

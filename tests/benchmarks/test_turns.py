@@ -32,9 +32,19 @@ def test_each_round_gives_a_ratio_and_none_is_always_the_first():
     assert ratios == [1.5, 0.5]
 
 
-def run(*options):
-    command = [sys.executable, str(ROOT / "benchmarks" / "turns.py"), *map(str, options), "--device", "cpu"]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+def run(*options, device="cpu"):
+    command = [sys.executable, str(ROOT / "benchmarks" / "turns.py"), *map(str, options), "--device", device]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+
+
+def test_a_version_that_has_ended_is_named():
+    version = turns.Version.__new__(turns.Version)
+    version.name = "other"
+    pipe = subprocess.PIPE
+    version.process = subprocess.Popen([sys.executable, "-c", ""], stdin=pipe, stdout=pipe, text=True)
+    version.process.wait()
+    with version.process, pytest.raises(SystemExit, match="'other' ended"):
+        version.ask()
 
 
 def test_a_version_against_itself(tmp_path):
@@ -65,7 +75,7 @@ def test_what_cannot_be_compared(tmp_path):
 @pytest.mark.gpu
 def test_cuda_both_versions_replay_a_captured_step(tmp_path):
     (tmp_path / "src").symlink_to(ROOT / "src")
-    command = [sys.executable, str(ROOT / "benchmarks" / "turns.py"), str(tmp_path), "--model", "monet_t_32"]
-    command += ["--batch", "64", "--rounds", "2", "--passes", "2", "--out", str(tmp_path / "record.json")]
-    subprocess.run(command, check=True, timeout=600)
+    small = ("--model", "monet_t_32", "--batch", 64, "--rounds", 2, "--passes", 2)
+    done = run(tmp_path, *small, "--out", tmp_path / "record.json", device="cuda")
+    assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "record.json").read_text())["ratio"]["median"] > 0
