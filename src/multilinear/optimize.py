@@ -1,8 +1,10 @@
 """One call that makes a network fast for inference where it is: folded, in fewer bits, and in the best runtime here."""
 
+import copy
 import tempfile
+import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,13 @@ from multilinear.errors import MultilinearError, check_choice
 from multilinear.kernels import cpu
 from multilinear.layers import PolyBlock, PyramidPatchEmbed, compile_blocks, fold
 from multilinear.layers.embed import check_image_size
-from multilinear.layers.mu import FoldedMuLayer, MuLayer
-from multilinear.layers.shift import SpatialShift
 from multilinear.models.monet import Downsample, MONet
+from multilinear.optimize_blocks import Form, pairs, runs
 
 BACKENDS = ("auto", "eager", "compile", "kernel", "onnx", "graph")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRAPHS = 8  # input shapes of which a recorded CUDA graph is kept
+TRIAL_LIMIT = 0.05  # in 16 bits, two blocks are off by 0.01; wrong ones by 1
 
 
 def optimize(model: nn.Module, *, backend: str = "auto", dtype: torch.dtype | None = None) -> "Optimized":
@@ -116,7 +118,7 @@ def _best_backend(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
         return "graph"
     if device.type != "cpu":
         return "eager"
-    if any(_runs(nn.ModuleDict({"model": model}))) and kernels.blocks_for(dtype):
+    if any(runs(nn.ModuleDict({"model": model}))) and kernels.blocks_for(dtype):
         return "kernel"
     return "compile" if cpu.compiler() else "eager"
 
@@ -141,11 +143,11 @@ def _with_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
             "avx512_bf16), a C++ compiler (g++), and MULTILINEAR_KERNELS not 0; backend='auto' takes what there is"
         )
     root = nn.ModuleDict({"model": model.float()})
-    runs = list(_runs(root))
-    if not runs:
+    found = list(runs(root))
+    if not found:
         raise MultilinearError("the kernel can run no Poly-Blocks of this model; backend='auto' takes what there is")
-    for parent, name, blocks in runs:
-        setattr(parent, name, _fused(blocks, dtype))
+    for run in found:
+        run.replace(cpu.Blocks(pairs(run.blocks), run.form.eps, run.form.shifts, dtype))
     if dtype != torch.float32:
         for parent in list(root.modules()):
             for name, child in list(parent.named_children()):
@@ -156,97 +158,6 @@ def _with_kernel(model: nn.Module, device: torch.device, dtype: torch.dtype) -> 
         if isinstance(stage.blocks, cpu.Blocks):
             stage.blocks.out_dtype = dtype  # as the convolution behind it takes it
     return model
-
-
-def _runs(root: nn.Module) -> Iterator[tuple[nn.Module, str, list[PolyBlock]]]:
-    """Parent, name and blocks of every module below `root` that the kernel can stand for."""
-    for parent in root.modules():
-        if _blocks_in(parent):
-            continue  # served as a whole, or not at all
-        for name, child in parent.named_children():
-            blocks = [child] if isinstance(child, PolyBlock) else _blocks_in(child)
-            forms = {_form(block) for block in blocks}
-            if len(forms) == 1 and None not in forms:
-                yield parent, name, blocks
-
-
-def _blocks_in(module: nn.Module) -> list[PolyBlock]:
-    """The Poly-Blocks of a sequence of nothing else; empty for any other module."""
-    parts = list(module) if isinstance(module, nn.Sequential) else []
-    blocks = [part for part in parts if isinstance(part, PolyBlock)]
-    return blocks if len(blocks) == len(parts) else []
-
-
-def _form(block: PolyBlock) -> tuple[Any, ...] | None:
-    """What blocks must have in common to run together; None for one that the kernel does not know."""
-    layers = (block.mu1, block.mu2)
-    kind = (type(block), *map(type, layers))  # a subclass may do anything
-    eps: set[float | None]
-    if kind == (PolyBlock, MuLayer, MuLayer):
-        norms = [block.norm1, *(norm for mu in layers for norm in (mu.norm_a, mu.norm_b))]
-        eps = {norm.eps if isinstance(norm, nn.LayerNorm) and norm.bias is not None else None for norm in norms}
-        known = block.norm2 is None and len(eps) == 1 and None not in eps
-    else:
-        eps = {None}
-        folded = kind == (PolyBlock, FoldedMuLayer, FoldedMuLayer)
-        known = folded and type(block.norm1) is nn.Identity and type(block.norm2) is nn.Identity
-    if not known or block.in_features % cpu.CHANNELS:
-        return None
-    shifts = [shift for mu in layers for shift in (mu.shift, mu.shift_second)]
-    borders = [_border(shift) for shift in shifts]
-    if any(type(shift) not in (nn.Identity, SpatialShift) for shift in shifts) or any(borders[2:]):
-        return None
-    if len({*borders} - {None}) > 1:
-        return None
-    sizes = [None if part is None else part.weight.shape for mu in layers for part in (mu.A, mu.D, mu.B, mu.C)]
-    return (*eps, *borders[:2], *sizes)
-
-
-def _border(shift: nn.Module) -> str | None:
-    return shift.border if isinstance(shift, SpatialShift) else None
-
-
-@torch.no_grad()
-def _fused(blocks: list[PolyBlock], dtype: torch.dtype) -> cpu.Blocks:
-    form = _form(blocks[0])
-    assert form is not None
-    pairs = [(_weights(block.mu1, block.norm1), _weights(block.mu2, block.norm1)) for block in blocks]
-    return cpu.Blocks(pairs, form[0], (form[1], form[2]), dtype)
-
-
-def _weights(layer: MuLayer | FoldedMuLayer, before: nn.Module) -> cpu.Mu:
-    """A Mu-Layer's weights with the affine maps of its norms folded as far as the norms themselves let them."""
-    A, B, C = (_map(linear) for linear in (layer.A, layer.B, layer.C))
-    D = None if layer.D is None else _map(layer.D)
-    if isinstance(layer, FoldedMuLayer):
-        one, zero = torch.ones(layer.A.out_features), torch.zeros(layer.A.out_features)
-        return cpu.Mu(A, D, B, C, one, zero if layer.a is None else layer.a, one, zero)
-    assert isinstance(before, nn.LayerNorm) and D is not None
-    A, D = _after(A, before), _after(D, before)
-    if _border(layer.shift) is None:  # a shift mixes tokens, and their means with them
-        A = _centred(A)
-    norm_a, norm_b = layer.norm_a, layer.norm_b
-    assert isinstance(norm_a, nn.LayerNorm) and isinstance(norm_b, nn.LayerNorm)
-    # p + alpha * p * q = p * (1 + alpha * q)
-    return cpu.Mu(
-        A, D, _centred(B), C, norm_a.weight, norm_a.bias, layer.alpha * norm_b.weight, 1 + layer.alpha * norm_b.bias
-    )
-
-
-def _map(linear: nn.Linear) -> cpu.Map:
-    weight = linear.weight.float()
-    return weight, torch.zeros_like(weight[:, 0]) if linear.bias is None else linear.bias.float()
-
-
-def _after(linear: cpu.Map, norm: nn.LayerNorm) -> cpu.Map:
-    weight, bias = linear
-    return weight * norm.weight, bias + weight @ norm.bias.float()
-
-
-def _centred(linear: cpu.Map) -> cpu.Map:
-    """Without the mean over outputs, which a layer norm behind it takes away anyhow."""
-    weight, bias = linear
-    return weight - weight.mean(0), bias - bias.mean()
 
 
 # ONNX Runtime
@@ -324,10 +235,57 @@ class CudaGraphs(nn.Module):
         return graph, static, out
 
 
+def _fuse_polynomials(root: nn.Module, dtype: torch.dtype) -> None:
+    """Put fused kernels in the place of folded Poly-Blocks. They come from whatever compiler is here, so each form of
+    blocks is first tried beside plain code."""
+    fused = [
+        (run, module)
+        for run in runs(root)
+        if run.form.eps is None
+        and (module := kernels.polynomial_blocks(pairs(run.blocks), run.form.shifts, dtype)) is not None
+    ]
+    examples = {run.form: run.blocks[0] for run, _ in fused}
+    with kernels.compile_together():
+        for form, block in examples.items():
+            _fault(block, form, dtype)
+    faults = {form: _fault(block, form, dtype) for form, block in examples.items()}
+    for form, fault in faults.items():
+        if fault:
+            warnings.warn(
+                f"the fused kernel for blocks of {form.channels} channels without norms is not used: {fault}. Compiled "
+                "plain code runs in its place, with the same results. Please report this with your versions of torch "
+                "and triton and your GPU",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+    for run, module in fused:
+        if not faults[run.form]:
+            run.replace(module)
+
+
+@torch.no_grad()
+def _fault(block: PolyBlock, form: Form, dtype: torch.dtype) -> str:
+    """What is wrong with the fused kernel for blocks of this form, by two with random weights; empty if nothing is."""
+    twin = copy.deepcopy(block).float()
+    numbers = torch.Generator(next(twin.parameters()).device).manual_seed(0)
+    for weight in twin.parameters():
+        weight.normal_(std=weight.shape[-1] ** -0.5, generator=numbers)
+    x = torch.empty(3, 5, 7, form.channels, device=numbers.device).normal_(generator=numbers)
+    try:
+        module = kernels.polynomial_blocks(pairs([twin, twin]), form.shifts, dtype)
+        assert module is not None
+        expected = twin(twin(x))
+        off = ((module(x).float() - expected).norm() / expected.norm()).item()
+    except Exception as error:  # of many kinds: of the compiler, the assembler, the driver, too little shared memory
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return "" if off < TRIAL_LIMIT else f"its results are off by {off:.2g} of their size"
+
+
 def _graph(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     if device.type != "cuda":
         raise MultilinearError(f"backend 'graph' needs a model on an NVIDIA GPU, this one is on {device}")
     root = nn.ModuleDict({"model": model})
+    _fuse_polynomials(root, dtype)
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, PyramidPatchEmbed):
@@ -335,6 +293,7 @@ def _graph(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
             elif isinstance(child, Downsample):
                 child.to(memory_format=torch.channels_last)  # as its input is, or its weights are copied at each pass
     model = InType(root["model"], dtype)
-    if torch.cuda.get_device_capability(device)[0] >= 7:  # or there is no Triton to compile with
+    left = any(isinstance(module, PolyBlock) for module in model.modules())
+    if left and torch.cuda.get_device_capability(device)[0] >= 7:  # or there is no Triton to compile with
         compile_blocks(model, Downsample)
     return CudaGraphs(model)

@@ -7,9 +7,13 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from multilinear.kernels.cpu import Mu
 
 # The parameters of a Poly-Block in the order in which its fused form takes them.
 _MU = ("A.weight", "A.bias", "D.weight", "D.bias", "B.weight", "B.bias", "C.weight", "C.bias",
@@ -73,6 +77,25 @@ def blocks_for(dtype: torch.dtype) -> bool:
     from multilinear.kernels import cpu
 
     return _enabled and cpu.blocks_for(dtype)
+
+
+def polynomial_blocks(
+    blocks: "Sequence[tuple[Mu, Mu]]", shifts: tuple[str | None, str | None], dtype: torch.dtype
+) -> nn.Module | None:
+    """Poly-Blocks without norms as one module, for inference in 16 bits where their weights are: on an NVIDIA GPU that
+    Triton compiles for. None if that is elsewhere or their sizes are others than the kernel's.
+
+    >>> polynomial_blocks([], (None, None), torch.float32) is None
+    True
+    """
+    if not blocks or dtype not in (torch.bfloat16, torch.float16) or find_spec("triton") is None:
+        return None
+    weight = blocks[0][0].A[0]
+    if not fused_for(weight) or torch.cuda.get_device_capability(weight.device)[0] < 8:
+        return None
+    from multilinear.kernels import polynomial
+
+    return polynomial.Blocks(blocks, shifts, dtype) if polynomial.serves(*blocks[0], shifts) else None
 
 
 def fused_for(x: Tensor) -> bool:
