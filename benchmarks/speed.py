@@ -15,6 +15,8 @@ Shares of the machine: FLOPs are those of matrix products and convolutions, byte
 bf16 without the weights, as if all else were fused into them; a training step counts three times a forward pass. The
 peaks are a large matrix product and a large copy, timed in the same run.
 
+"monet_ms_t norm=batch" is the network as a polynomial: `--models monet_ms_t "monet_ms_t norm=batch"`.
+
 On the CPU the runtimes take turns, pass by pass, so that what else the machine does falls on all of them.
 """
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import multilinear
-from multilinear.layers import compile_blocks
+from multilinear.layers import collect_statistics, compile_blocks
 from multilinear.train.config import OptimConfig
 from multilinear.train.optim import build_optimizers, set_learning_rate
 
@@ -31,14 +31,21 @@ Call = Callable[[], object]
 
 
 def build(name: str, side: int | None, device: torch.device) -> tuple[nn.Module, tuple[int, int, int]]:
-    """An untrained network, and the shape of its images."""
+    """An untrained network, and the shape of its images. A MONet's name may come with a norm: "monet_t norm=batch"."""
+    name, *changes = name.split()
     config = timm.get_pretrained_cfg(name)
     if config is None:
         raise ValueError(f"timm has no network {name!r}")
-    arguments = {"img_size": side} if side and name.startswith(("deit", "vit", "resmlp", "mixer")) else {}
+    arguments: dict[str, Any] = dict(change.split("=") for change in changes)
+    if side and name.startswith(("deit", "vit", "resmlp", "mixer")):
+        arguments["img_size"] = side
     with device:
         model = timm.create_model(name, num_classes=config.num_classes, **arguments)
-    return model, (3, side or config.input_size[-1], side or config.input_size[-1])
+    shape = (3, side or config.input_size[-1], side or config.input_size[-1])
+    if arguments.get("norm") == "batch" and device.type != "meta":  # a polynomial without statistics leaves all bounds
+        with torch.no_grad():
+            collect_statistics(model, [torch.randn(4, *shape, device=device) for _ in range(2)])
+    return model, shape
 
 
 def is_monet(model: nn.Module) -> bool:

@@ -57,6 +57,21 @@ def test_audit(capsys, weights):
     assert "degree 64" in run(capsys, "audit", weights)[1]
 
 
+def test_evaluate_fast_judges_the_network_as_it_would_be_deployed(capsys, tmp_path):
+    torch.manual_seed(0)
+    net = ml.create("monet_micro", in_chans=1)
+    path = ml.save(net, tmp_path / "net.safetensors", preprocessing={"mean": [0.5], "std": [0.3]})
+    plain, fast = (json.loads(run(capsys, "evaluate", path, "digits", "--json", *more)[1]) for more in ([], ["--fast"]))
+    expected = ml.optimize(net)
+    assert (fast["backend"], fast["dtype"]) == (expected.backend, str(expected.dtype).removeprefix("torch."))
+    assert "backend" not in plain and fast["count"] == plain["count"] == 360
+    assert fast["nll"] == pytest.approx(plain["nll"], rel=0.02)
+    page = tmp_path / "fast.html"
+    status, out, _ = run(capsys, "evaluate", path, "digits", "--fast", "--speed", "--tta", "--report", page)
+    assert status == 0 and f"monet_micro ({expected.backend}, {fast['dtype']})" in out and "batch 256" in out
+    assert f"({expected.backend}, " in page.read_text()
+
+
 def test_predict_names_broken_files_and_goes_on(capsys, weights, tmp_path):
     good, bad, empty = tmp_path / "good.png", tmp_path / "bad.png", tmp_path / "empty.jpg"
     Image.new("CMYK", (30, 50)).save(tmp_path / "cmyk.jpg")

@@ -218,6 +218,8 @@ class CudaGraphs(nn.Module):
         graph.replay()
         return out.clone()
 
+    @torch.inference_mode(False)  # or a graph recorded in that mode could not be replayed outside of it
+    @torch.no_grad()
     def _record(self, images: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor, Tensor]:
         static = images.to(self.network.dtype, copy=True)
         with torch.cuda.device(images.device):

@@ -147,6 +147,21 @@ def test_runtimes_of_one_network_agree():
     assert (found - expected).norm() < 0.1 * expected.norm()
 
 
+def test_a_network_as_a_polynomial():
+    torch.manual_seed(0)
+    model, shape = speed_runtimes.build("monet_nano norm=batch", 16, torch.device("cpu"))
+    images = torch.randn(2, *shape)
+    with torch.no_grad():
+        expected = model.eval()(images)
+        found = speed_runtimes.forward_call("optimize f32", model, images)()
+    assert shape == (3, 16, 16) and expected.abs().max() < 100
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    plain, polynomial = (
+        speed_runtimes.work_per_image(f"monet_nano{norm}", 16)["flops"] for norm in ("", " norm=batch")
+    )
+    assert plain == polynomial
+
+
 @pytest.mark.parametrize(
     ("said", "found"),
     [("1665, 1980, 685.4, 700.0\n", {"clock_mhz": 1665, "most_mhz": 1980, "watt": 685.4, "most_watt": 700}),
