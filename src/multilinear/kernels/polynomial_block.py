@@ -4,6 +4,7 @@ Only `u = [A1 | D1] x` is read from other tokens. So a block is one kernel, whic
 it, and a run of blocks is `enter` and one kernel for each of them. All between x and the next x stays in registers.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
 import triton
 import triton.language as tl
 
