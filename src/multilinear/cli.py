@@ -11,6 +11,7 @@ import torch
 import tyro
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import track
 from rich.table import Column, Table
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -126,7 +127,8 @@ def predict(
         raise MultilinearError("give one or more image files")
     predictor = Predictor(weights)
     found, broken = [], []
-    for path in images:
+    # on standard error, so that what is printed stays readable by machines
+    for path in track(images, "classifying", console=Console(stderr=True), disable=json, transient=True):
         try:
             found.append(predictor(path, top))
         except MultilinearError as error:
