@@ -60,7 +60,8 @@ def test_audit(capsys, weights):
 def test_evaluate_fast_judges_the_network_as_it_would_be_deployed(capsys, tmp_path):
     torch.manual_seed(0)
     net = ml.create("monet_micro", in_chans=1)
-    path = ml.save(net, tmp_path / "net.safetensors", preprocessing={"mean": [0.5], "std": [0.3]})
+    preprocessing = {"mean": [0.5], "std": [0.3]}
+    path = ml.save(net, tmp_path / "net.safetensors", preprocessing=preprocessing)
     plain, fast = (json.loads(run(capsys, "evaluate", path, "digits", "--json", *more)[1]) for more in ([], ["--fast"]))
     expected = ml.optimize(net)
     assert (fast["backend"], fast["dtype"]) == (expected.backend, str(expected.dtype).removeprefix("torch."))
@@ -70,6 +71,9 @@ def test_evaluate_fast_judges_the_network_as_it_would_be_deployed(capsys, tmp_pa
     status, out, _ = run(capsys, "evaluate", path, "digits", "--fast", "--speed", "--tta", "--report", page)
     assert status == 0 and f"monet_micro ({expected.backend}, {fast['dtype']})" in out and "batch 256" in out
     assert f"({expected.backend}, " in page.read_text()
+    colour = ml.save(ml.create("monet_micro"), tmp_path / "colour.safetensors", preprocessing=preprocessing)
+    status, _, err = run(capsys, "evaluate", colour, "digits", "--fast")
+    assert status == 2 and "the model wants 3 channels, the images have 1" in err
 
 
 def test_predict_names_broken_files_and_goes_on(capsys, weights, tmp_path):

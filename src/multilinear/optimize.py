@@ -17,12 +17,12 @@ from multilinear.kernels import cpu
 from multilinear.layers import PolyBlock, PyramidPatchEmbed, compile_blocks, fold
 from multilinear.layers.embed import check_image_size
 from multilinear.models.monet import Downsample, MONet
-from multilinear.optimize_blocks import Form, pairs, runs
+from multilinear.optimize_blocks import Run, pairs, runs
 
 BACKENDS = ("auto", "eager", "compile", "kernel", "onnx", "graph")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRAPHS = 8  # input shapes of which a recorded CUDA graph is kept
-TRIAL_LIMIT = 0.05  # in 16 bits, two blocks are off by 0.01; wrong ones by 1
+TRIAL_LIMIT = 0.03  # in bfloat16 two blocks are off by 0.01, and by 0.1 without one of their biases
 
 
 def optimize(model: nn.Module, *, backend: str = "auto", dtype: torch.dtype | None = None) -> "Optimized":
@@ -63,16 +63,17 @@ def optimize(model: nn.Module, *, backend: str = "auto", dtype: torch.dtype | No
     build: Callable[[nn.Module, torch.device, torch.dtype], nn.Module] = {
         "eager": _eager, "compile": _compiled, "kernel": _with_kernel, "onnx": _onnx, "graph": _graph,
     }[backend]  # fmt: skip
-    stride = getattr(getattr(model, "embed", None), "stride", None)
-    return Optimized(build(folded, device, dtype), backend, dtype, stride)
+    return Optimized(build(folded, device, dtype), backend, dtype, model)
 
 
 class Optimized(nn.Module):
     """What `optimize` returns: `backend` and `dtype` say what was chosen."""
 
-    def __init__(self, network: nn.Module, backend: str, dtype: torch.dtype, stride: int | None) -> None:
+    def __init__(self, network: nn.Module, backend: str, dtype: torch.dtype, model: nn.Module) -> None:
         super().__init__()
-        self.network, self.backend, self.dtype, self.stride = network, backend, dtype, stride
+        self.network, self.backend, self.dtype = network, backend, dtype
+        self.stride: int | None = getattr(getattr(model, "embed", None), "stride", None)
+        self.config = getattr(model, "config", None)
         super().train(False)
 
     def train(self, mode: bool = True) -> "Optimized":
@@ -237,20 +238,16 @@ class CudaGraphs(nn.Module):
         return graph, static, out
 
 
-def _fuse_polynomials(root: nn.Module, dtype: torch.dtype) -> None:
-    """Put fused kernels in the place of folded Poly-Blocks. They come from whatever compiler is here, so each form of
-    blocks is first tried beside plain code."""
+def _fuse_polynomials(root: nn.Module, dtype: torch.dtype) -> bool:
+    """Put fused kernels in the place of folded Poly-Blocks, and say whether all there are have one now. These come from
+    whatever compiler is here, so each form of blocks is first tried beside plain code."""
     fused = [
         (run, module)
         for run in runs(root)
         if run.form.eps is None
         and (module := kernels.polynomial_blocks(pairs(run.blocks), run.form.shifts, dtype)) is not None
     ]
-    examples = {run.form: run.blocks[0] for run, _ in fused}
-    with kernels.compile_together():
-        for form, block in examples.items():
-            _fault(block, form, dtype)
-    faults = {form: _fault(block, form, dtype) for form, block in examples.items()}
+    faults = {form: _fault(run, dtype) for form, run in {run.form: run for run, _ in fused}.items()}
     for form, fault in faults.items():
         if fault:
             warnings.warn(
@@ -263,23 +260,26 @@ def _fuse_polynomials(root: nn.Module, dtype: torch.dtype) -> None:
     for run, module in fused:
         if not faults[run.form]:
             run.replace(module)
+    return bool(fused) and not any(isinstance(module, PolyBlock) for module in root.modules())
 
 
 @torch.no_grad()
-def _fault(block: PolyBlock, form: Form, dtype: torch.dtype) -> str:
-    """What is wrong with the fused kernel for blocks of this form, by two with random weights; empty if nothing is."""
-    twin = copy.deepcopy(block).float()
-    numbers = torch.Generator(next(twin.parameters()).device).manual_seed(0)
-    for weight in twin.parameters():
-        weight.normal_(std=weight.shape[-1] ** -0.5, generator=numbers)
-    x = torch.empty(3, 5, 7, form.channels, device=numbers.device).normal_(generator=numbers)
+def _fault(run: Run, dtype: torch.dtype) -> str:
+    """What is wrong with the fused kernel for blocks of this form; empty if nothing is. Two blocks with random weights
+    go over several tiles of tokens, none of which may be off by much."""
     try:
-        module = kernels.polynomial_blocks(pairs([twin, twin]), form.shifts, dtype)
+        twin = copy.deepcopy(run.blocks[0]).float()
+        numbers = torch.Generator(next(twin.parameters()).device).manual_seed(0)
+        for name, weight in twin.named_parameters():
+            size = 0.5 if ".C." in name else 1.0  # else products of products soon leave the range of 16 bits
+            weight.normal_(std=size * weight.shape[-1] ** -0.5, generator=numbers)
+        x = torch.empty(5, 9, 11, run.form.channels, device=numbers.device, dtype=torch.float32)
+        expected = twin(twin(x.normal_(generator=numbers)))
+        module = kernels.polynomial_blocks(pairs([twin, twin]), run.form.shifts, dtype)
         assert module is not None
-        expected = twin(twin(x))
-        off = ((module(x).float() - expected).norm() / expected.norm()).item()
-    except Exception as error:  # of many kinds: of the compiler, the assembler, the driver, too little shared memory
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        off = ((module(x).float() - expected).norm(dim=-1) / expected.norm(dim=-1)).mean().item()
+    except Exception as error:  # of many kinds: of the compiler, the assembler, the driver, too little memory
+        return " ".join([f"{type(error).__name__}:", *str(error).strip().splitlines()[:1]])
     return "" if off < TRIAL_LIMIT else f"its results are off by {off:.2g} of their size"
 
 
@@ -287,7 +287,7 @@ def _graph(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
     if device.type != "cuda":
         raise MultilinearError(f"backend 'graph' needs a model on an NVIDIA GPU, this one is on {device}")
     root = nn.ModuleDict({"model": model})
-    _fuse_polynomials(root, dtype)
+    fused = _fuse_polynomials(root, dtype)
     for parent in list(root.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, PyramidPatchEmbed):
@@ -295,7 +295,6 @@ def _graph(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Mod
             elif isinstance(child, Downsample):
                 child.to(memory_format=torch.channels_last)  # as its input is, or its weights are copied at each pass
     model = InType(root["model"], dtype)
-    left = any(isinstance(module, PolyBlock) for module in model.modules())
-    if left and torch.cuda.get_device_capability(device)[0] >= 7:  # or there is no Triton to compile with
+    if not fused and torch.cuda.get_device_capability(device)[0] >= 7:  # or there is no Triton to compile with
         compile_blocks(model, Downsample)
     return CudaGraphs(model)

@@ -8,7 +8,7 @@ from torch import nn
 
 from multilinear.kernels import cpu
 from multilinear.layers import PolyBlock
-from multilinear.layers.mu import FoldedMuLayer, MuLayer
+from multilinear.layers.mu import FoldedMuLayer, MuLayer, is_watched
 from multilinear.layers.shift import SpatialShift
 
 
@@ -66,7 +66,7 @@ def _form(block: PolyBlock) -> Form | None:
         eps = {None}
         folded = kind == (PolyBlock, FoldedMuLayer, FoldedMuLayer)
         known = folded and type(block.norm1) is nn.Identity and type(block.norm2) is nn.Identity
-    if not known or block.in_features % cpu.CHANNELS:
+    if not known or block.in_features % cpu.CHANNELS or any(is_watched(part) for part in block.modules()):
         return None
     shifts = [shift for mu in layers for shift in (mu.shift, mu.shift_second)]
     borders = [_border(shift) for shift in shifts]

@@ -14,7 +14,9 @@ from multilinear.kernels.launch import launch
 from multilinear.kernels.polynomial_block import block, enter
 
 PLACES = 2**31  # in memory, which kernels count in 32 bits
-LEAD = 32  # columns of u at a time, so that three of them on their way leave room on smaller GPUs
+LEAD = 32  # columns of u at a time
+ROOM = 160 * 1024  # bytes of shared memory that tiles for large GPUs may take
+SMALL = Tile(64, 4, 32, 2)  # for others, at any width
 
 
 class Weights(NamedTuple):
@@ -49,12 +51,17 @@ class Blocks(nn.Module):
         self.weights = [_pack(*pair, dtype) for pair in blocks]
         mu1, mu2 = blocks[0]
         self.channels = mu1.A[0].shape[1]
+        self.device = mu1.A[0].device
+        self.tile = tile_for(self.channels, self.device)
         self.wide = len(self.weights[0].AD)
         self.constants = _constants(mu1, mu2) | {"KEEP": shifts[0] == "keep", "SHIFT1": shifts[1] is not None}
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.channels or x.ndim < 3:
-            raise MultilinearError(f"these blocks take (..., height, width, {self.channels}), got {tuple(x.shape)}")
+        if x.shape[-1] != self.channels or x.ndim < 3 or x.device != self.device:
+            raise MultilinearError(
+                f"these blocks take (..., height, width, {self.channels}) on {self.device}, where they were made; got "
+                f"{tuple(x.shape)} on {x.device}"
+            )
         x = aligned(x.to(self.dtype).contiguous())
         height, width = x.shape[-3:-1]
         rows, stride = x.numel() // self.channels, align(self.wide)
@@ -64,25 +71,28 @@ class Blocks(nn.Module):
                 raise MultilinearError(f"an image of {height} x {width} tokens is too large for these blocks")
             return torch.cat([self(part) for part in images.chunk(2)]).view_as(x)
         out = torch.empty_like(x)
-        if rows == 0:
-            return out
-        tile = tile_for(self.channels)
+        if rows:
+            with torch.cuda.device_of(x):  # which may not be the current one
+                self._run(x, out, rows, height, width, stride)
+        return out
+
+    def _run(self, x: Tensor, out: Tensor, rows: int, height: int, width: int, stride: int) -> None:
         first, *rest = self.weights
         u, following = (x.new_empty(rows, stride) for _ in range(2))
-        known = self.constants | {"T": tile.tokens, "US": stride, "U": self.wide}
-        parts_of_x = {name: known[name] for name in ("C", "C0", "C1", "U", "US", "T")}
-        programs = triton.cdiv(rows, tile.tokens)
-        launch(enter, programs, x, u, first.AD, first.bias, rows, **parts_of_x, J=LEAD, num_warps=tile.warps)
+        programs = triton.cdiv(rows, self.tile.tokens)
+        common = {"T": self.tile.tokens, "num_warps": self.tile.warps, "num_stages": self.tile.stages}
+        known = self.constants | {"US": stride, "U": self.wide}
+        widths = {name: known[name] for name in ("C", "C0", "C1", "U", "US")}
+        launch(enter, programs, x, u, first.AD, first.bias, rows, **widths, J=LEAD, **common)
         for weights, after in zip(self.weights, (*rest, None), strict=True):
             ahead = after or weights
             launch(
                 block, programs,
                 x, u, out, following, *weights[2:], ahead.AD, ahead.bias, rows, height, width, **known,
-                LAST=after is None, J1=chunk(known["R1"], tile.chunk), J2=chunk(known["R2"], tile.chunk), JU=LEAD,
-                STAGES=tile.stages, num_warps=tile.warps,
+                LAST=after is None, J1=chunk(known["R1"], self.tile.chunk), J2=chunk(known["R2"], self.tile.chunk),
+                JU=LEAD, STAGES=self.tile.stages, **common,
             )  # fmt: skip
             x, u, following = out, following, u  # each program has read what it writes over, but for u
-        return out
 
 
 def serves(mu1: Mu, mu2: Mu, shifts: tuple[str | None, str | None]) -> bool:
@@ -95,8 +105,10 @@ def serves(mu1: Mu, mu2: Mu, shifts: tuple[str | None, str | None]) -> bool:
     return moved and exact and rank1 % 16 == 0 and rank2 % 16 == 0 and lows[0] % 4 == 0 and max(lows) <= max(TILES)
 
 
-def tile_for(channels: int) -> Tile:
-    """The tile of the second Mu-Layer of a block with norms, which was measured; it has the same parts."""
+def tile_for(channels: int, device: torch.device) -> Tile:
+    """That of the second Mu-Layer of a block with norms, which was measured and has the same parts, where it fits."""
+    if device.type == "cuda" and torch.cuda.get_device_properties(device).shared_memory_per_block_optin < ROOM:
+        return SMALL
     return next(table["mu2"] for most, table in TILES.items() if channels <= most)
 
 

@@ -244,12 +244,8 @@ class PolyBlock(nn.Module):
         fits = x.ndim == 4 and x.numel() > 0 and x.shape[-1] == self.in_features
         if not published or not fits or mu1.watch_range or mu2.watch_range:
             return False
-        watched = any(
-            part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks
-            for part in self.modules()
-            if part is not self
-        )
         ranks, lows = zip(*(mu.B.weight.shape for mu in (mu1, mu2)), strict=True)
+        watched = any(is_watched(part) for part in self.modules() if part is not self)
         return not watched and kernels.block_serves(x.numel() // x.shape[-1], x.shape[-1], ranks, lows)
 
     def _weights(self) -> list[Any]:
@@ -298,6 +294,16 @@ class PolyBlock(nn.Module):
         if not (prepared[0].is_cuda and torch.cuda.is_current_stream_capturing()):  # there only with each replay
             self._prepared = key, prepared
         return prepared
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody has put a hook on this module, which something in its place would leave out.
+
+    >>> is_watched(PolyBlock(8))
+    False
+    """
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
 
 
 def prepare_ahead(model: nn.Module, x: Tensor) -> None:
