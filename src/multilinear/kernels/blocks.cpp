@@ -310,9 +310,10 @@ extern "C" int64_t multilinear_blocks(char* x, char* out, int64_t narrow, const 
         return Numbers{all + start * image * (wide ? (I)sizeof(float) : size), wide};
     };
     auto pass = [&](I start, I batch, char* memory, I team) {
+        const I share = (batch * sizes[1] * sizes[2] + team - 1) / team;  // of few tokens each thread takes as many
         (half ? run<Half> : run<Full>)(part(x, !(narrow & 1), start), part(out, !(narrow & 2), start),
                                        {batch, sizes[1], sizes[2], sizes[3]}, blocks, eps, norm, shift_a, shift_d,
-                                       memory, tile, team);
+                                       memory, std::min(tile, share), team);
     };
     const I each = needs(images, 1), rest = sizes[0] - alone;
     if (memory) {

@@ -44,6 +44,7 @@ AVX512 = Vectors(
 AVX2 = Vectors(8, 2, frozenset({"avx2", "fma"}), ("-mavx2", "-mfma"))
 CHANNELS = 16  # of which blocks have a multiple, whatever the vectors
 TILE = 48  # tokens that go through a block together: what lies between its matrices then stays in the cache
+LEAST = 16  # tokens for which a thread is worth that others wait for it
 TOKENS = 2048  # about as many go through all blocks together, whole images: what lies between these stays cached too
 SHIFTS = {None: 0, "keep": 1, "zero": 2}
 Map = tuple[Tensor, Tensor]  # weight (out, in), bias (out)
@@ -148,10 +149,9 @@ def shared_out(batch: int, tokens: int, threads: int) -> tuple[int, int, int]:
     itself, and how many of all are taken so. Threads that are together wait for each other after each block.
 
     >>> shared_out(17, 3136, 2), shared_out(3, 49, 2), shared_out(1, 49, 64)
-    ((2, 1, 16), (2, 1, 2), (1, 1, 1))
+    ((2, 1, 16), (2, 1, 2), (3, 1, 0))
     """
-    # less than a tile for each thread is not worth their waiting for each other
-    threads = max(1, min(threads, batch * tokens // TILE))
+    threads = max(1, min(threads, batch * tokens // LEAST))
     images = max(1, min(TOKENS // tokens, batch // threads))
     return threads, images, batch // (images * threads) * (images * threads)
 
