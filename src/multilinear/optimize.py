@@ -22,7 +22,7 @@ from multilinear.optimize_blocks import Run, pairs, runs
 BACKENDS = ("auto", "eager", "compile", "kernel", "onnx", "graph")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GRAPHS = 8  # input shapes of which a recorded CUDA graph is kept
-TRIAL_LIMIT = 0.03  # in bfloat16 two blocks are off by 0.01, and by 0.1 without one of their biases
+TRIAL_LIMIT = 0.03  # in bfloat16 two blocks are off by 0.01, and by 0.3 without one of their biases
 
 
 def optimize(model: nn.Module, *, backend: str = "auto", dtype: torch.dtype | None = None) -> "Optimized":
@@ -272,7 +272,7 @@ def _fault(run: Run, dtype: torch.dtype) -> str:
         numbers = torch.Generator(next(twin.parameters()).device).manual_seed(0)
         for name, weight in twin.named_parameters():
             size = 0.5 if ".C." in name else 1.0  # else products of products soon leave the range of 16 bits
-            weight.normal_(std=size * weight.shape[-1] ** -0.5, generator=numbers)
+            weight.normal_(std=size * weight.shape[-1] ** -0.5 if weight.ndim == 2 else 0.5, generator=numbers)
         x = torch.empty(5, 9, 11, run.form.channels, device=numbers.device, dtype=torch.float32)
         expected = twin(twin(x.normal_(generator=numbers)))
         module = kernels.polynomial_blocks(pairs([twin, twin]), run.form.shifts, dtype)

@@ -4,6 +4,7 @@ A check that needs the interpreter is a function `interpret_...` of this file, w
 """
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -216,6 +217,25 @@ def test_a_kernel_that_does_not_work_is_named_and_not_used(another_kernel, spoil
     assert torch.equal(state, torch.get_rng_state())
     with torch.no_grad():
         assert error(root["model"](images), net(images).double()) < 1e-4
+
+
+@pytest.mark.parametrize("arguments", BLOCKS, ids=str)
+@pytest.mark.parametrize(("layer", "part"), [(0, "B"), (1, "A"), (1, "C")])
+def test_a_bias_that_is_forgotten_is_a_fault(another_kernel, monkeypatch, arguments, layer, part):
+    def without(pair):
+        changed = list(pair)
+        weight, bias = getattr(pair[layer], part)
+        changed[layer] = replace(pair[layer], **{part: (weight, 0 * bias)})
+        return tuple(changed)
+
+    run = next(runs(nn.ModuleDict({"blocks": folded(1, **arguments)})))
+    for change, found in ((tuple, ""), (without, "its results are off by 0")):
+
+        def blocks(pairs, shifts, dtype, change=change):
+            return cpu.Blocks(list(map(change, pairs)), None, shifts, dtype)
+
+        monkeypatch.setattr(kernels, "polynomial_blocks", blocks)
+        assert _fault(run, torch.float32)[:24] == found
 
 
 @pytest.mark.parametrize("arguments", BLOCKS, ids=str)
