@@ -302,8 +302,8 @@ def is_watched(module: nn.Module) -> bool:
     >>> is_watched(PolyBlock(8))
     False
     """
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+    forward = module._forward_hooks or module._forward_pre_hooks
+    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
 
 
 def prepare_ahead(model: nn.Module, x: Tensor) -> None:
